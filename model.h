@@ -22,6 +22,8 @@
 #include "gemm.h"
 #include "moe.h"
 
+#define MODEL_FN __attribute__((unused)) static // a program need not use all of it
+
 typedef enum {
     A_PARAMS, A_BUFFERS, A_GRADS, A_MOMENTS, A_SAVED, A_WORK, A_CACHE, ARENAS
 } ArenaId;
@@ -111,7 +113,7 @@ static inline size_t mul_sizes(size_t a, size_t b) {
 }
 
 // `count` elements from an arena; NULL in the dry run. Every use is entered in the account under its label.
-static void *take(Model *m, ArenaId arena, const char *label, size_t count, size_t elem) {
+MODEL_FN void *take(Model *m, ArenaId arena, const char *label, size_t count, size_t elem) {
     const size_t bytes = (mul_sizes(count, elem) + ARENA_ALIGN - 1) / ARENA_ALIGN * ARENA_ALIGN;
     const size_t at = m->used[arena];
     int i = 0;
@@ -126,7 +128,7 @@ static void *take(Model *m, ArenaId arena, const char *label, size_t count, size
     return m->base[arena] ? m->base[arena] + at : NULL;
 }
 
-static Mat mat_of(const Model *m, TensorKind kind, int layer, grad_t **grad) {
+MODEL_FN Mat mat_of(const Model *m, TensorKind kind, int layer, grad_t **grad) {
     const Tensor *t = tensor_of(&m->table, kind, layer);
     Mat w = {NULL, m->b->param_type, NULL, 0, 0, 0, 0, 0};
     if (grad) *grad = NULL;
@@ -141,13 +143,13 @@ static Mat mat_of(const Model *m, TensorKind kind, int layer, grad_t **grad) {
     return w;
 }
 
-static param_t *vector_of(const Model *m, TensorKind kind, int layer, grad_t **grad) {
+MODEL_FN param_t *vector_of(const Model *m, TensorKind kind, int layer, grad_t **grad) {
     return mat_of(m, kind, layer, grad).data;
 }
 
 /* Lays out every arena. A saved buffer of the training model is a working buffer, shared by all layers, in a model
    that only infers, or where it is made again in the backward pass. */
-static void layout(Model *m) {
+MODEL_FN void layout(Model *m) {
     const Config *c = &m->c;
     const Backend *b = m->b;
     const ModelShape s = m->shape;
@@ -300,7 +302,7 @@ static void layout(Model *m) {
     m->rstdf = take(m, s.train ? A_SAVED : A_WORK, "final norm", N, stat);
 }
 
-static size_t model_bytes(const Model *m) {
+MODEL_FN size_t model_bytes(const Model *m) {
     size_t total = 0;
     for (int a = 0; a < ARENAS; a++)
         if (!(m->borrowed && a <= A_BUFFERS)) total += m->used[a];
@@ -308,7 +310,7 @@ static size_t model_bytes(const Model *m) {
 }
 
 // The dry run alone: sizes, account and tensor table, nothing allocated but those. Free with model_free.
-static void model_plan(Model *m, const Config *c, const Backend *b, ModelShape shape) {
+MODEL_FN void model_plan(Model *m, const Config *c, const Backend *b, ModelShape shape) {
     memset(m, 0, sizeof *m);
     m->c = *c;
     m->b = b;
@@ -319,7 +321,7 @@ static void model_plan(Model *m, const Config *c, const Backend *b, ModelShape s
     layout(m);
 }
 
-static void host_to(const Backend *b, DType type, void *dst, const double *src, size_t n) { // dst: device
+MODEL_FN void host_to(const Backend *b, DType type, void *dst, const double *src, size_t n) { // dst: device
     union { float f[512]; double d[512]; } buf;
     const size_t size = type == F64 ? sizeof(double) : sizeof(float);
     for (size_t at = 0; at < n; at += 512) {
@@ -334,7 +336,7 @@ static void host_to(const Backend *b, DType type, void *dst, const double *src, 
 
 /* Allocates what model_plan counted. from: a model whose parameters this one borrows (sampling during training),
    or NULL. Parameters are left unset: model_init or a checkpoint fills them. */
-static void model_build(Model *m, const Config *c, const Backend *b, ModelShape shape, const Model *from) {
+MODEL_FN void model_build(Model *m, const Config *c, const Backend *b, ModelShape shape, const Model *from) {
     model_plan(m, c, b, shape);
     m->borrowed = from != NULL;
     for (int a = 0; a < ARENAS; a++) {
@@ -378,7 +380,7 @@ static void model_build(Model *m, const Config *c, const Backend *b, ModelShape 
     free(row);
 }
 
-static void model_free(Model *m) {
+MODEL_FN void model_free(Model *m) {
     for (int a = 0; a < ARENAS; a++)
         if (m->base[a] && !(m->borrowed && a <= A_BUFFERS)) m->b->release(m->base[a]);
     tensor_table_free(&m->table);
@@ -411,7 +413,7 @@ static inline double counter_normal(uint64_t seed, uint64_t a, uint64_t b) {
 }
 
 // A tensor's values depend on (seed, kind, layer, expert, element) alone, not on ranks or on other tensors.
-static void model_init(Model *m, uint64_t seed) {
+MODEL_FN void model_init(Model *m, uint64_t seed) {
     const Config *c = &m->c;
     for (int i = 0; i < m->table.count; i++) {
         const Tensor *t = &m->table.tensor[i];
@@ -438,27 +440,27 @@ static void model_init(Model *m, uint64_t seed) {
 // ---------------------------------------------------------------------------------------------------------
 // forward
 
-static Attn attn_of(const Model *m, int B, int T, int decoding) {
+MODEL_FN Attn attn_of(const Model *m, int B, int T, int decoding) {
     const Config *c = &m->c;
     Attn a = {B, T, c->n_heads, c->n_kv_heads, c->head_dim, m->shape.cache_len ? m->shape.cache_len : T,
               decoding ? m->start : NULL, decoding ? m->len : NULL, c->qk_norm, c->norm_eps};
     return a;
 }
 
-static Router router_of(const Model *m, int N, int micro_batches) {
+MODEL_FN Router router_of(const Model *m, int N, int micro_batches) {
     const Config *c = &m->c;
     const double share = 1.0 / ((double)moe_layers(c) * micro_batches);
     Router r = {c->router, N, c->d_model, c->n_experts, c->top_k, c->norm_topk, m->aux_coef * share, m->z_coef * share};
     return r;
 }
 
-static Plan identity_plan(const Model *m, int N) {
+MODEL_FN Plan identity_plan(const Model *m, int N) {
     Plan p = {N, 1, N, m->dense_offsets, NULL, NULL, NULL, NULL, NULL};
     return p;
 }
 
 // branch = experts(ln2); counting: add loads and balance losses to the step's totals
-static void mlp_forward(Model *m, int l, int N, int counting) {
+MODEL_FN void mlp_forward(Model *m, int l, int N, int counting) {
     const Backend *b = m->b;
     Layer *y = &m->layer[l];
     Plan dense = identity_plan(m, N);
@@ -480,7 +482,7 @@ static void mlp_forward(Model *m, int l, int N, int counting) {
 
 /* Runs the B*T tokens in m->tokens through all layers; the final norm's output is left in m->lnf (N,C).
    decoding: positions and lengths of the sequences are in m->start and m->len. */
-static void model_forward(Model *m, int B, int T, int decoding, int counting) {
+MODEL_FN void model_forward(Model *m, int B, int T, int decoding, int counting) {
     const Backend *b = m->b;
     const int N = B * T, C = m->c.d_model;
     const double eps = m->c.norm_eps;
@@ -512,7 +514,7 @@ static void model_forward(Model *m, int B, int T, int decoding, int counting) {
 // backward
 
 // dln = gradient of ln2 from the gradient dx of the block's output
-static void mlp_backward(Model *m, int l, int N, int micro_batches) {
+MODEL_FN void mlp_backward(Model *m, int l, int N, int micro_batches) {
     const Backend *b = m->b;
     Layer *y = &m->layer[l];
     const int moe = is_moe_layer(&m->c, l);
@@ -537,7 +539,7 @@ static void mlp_backward(Model *m, int l, int N, int micro_batches) {
 /* After model_forward on the same tokens: adds the gradients of
      loss_scale * sum of cross entropy over valid targets + (aux_coef * aux + z_coef * z) / (MoE layers * micro_batches)
    to the gradient arena, and the first term to state->loss. */
-static void model_backward(Model *m, int B, int T, double loss_scale, int micro_batches) {
+MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micro_batches) {
     const Backend *b = m->b;
     const int N = B * T, C = m->c.d_model;
     const Attn a = attn_of(m, B, T, 0);
@@ -565,13 +567,13 @@ static void model_backward(Model *m, int B, int T, double loss_scale, int micro_
 // ---------------------------------------------------------------------------------------------------------
 // a training step, evaluation, generation
 
-static void model_set_tokens(Model *m, const int *tokens, const int *targets, int N) {
+MODEL_FN void model_set_tokens(Model *m, const int *tokens, const int *targets, int N) {
     m->b->to_device(m->tokens, tokens, N * sizeof(int));
     if (targets) m->b->to_device(m->targets, targets, N * sizeof(int));
 }
 
 // Starts step number `step` (from 1): gradients, totals and the step's scalars.
-static void model_begin_step(Model *m, int64_t step, double lr, const OptimConfig *o) {
+MODEL_FN void model_begin_step(Model *m, int64_t step, double lr, const OptimConfig *o) {
     StepState s;
     memset(&s, 0, sizeof s);
     s.lr = lr;
@@ -583,20 +585,20 @@ static void model_begin_step(Model *m, int64_t step, double lr, const OptimConfi
 }
 
 // Clips and updates. When something in the step was not finite, no weight is touched: look at m->state.
-static void model_update(Model *m, const OptimConfig *o) {
+MODEL_FN void model_update(Model *m, const OptimConfig *o) {
     m->b->grad_norm(m->state, m->base[A_GRADS], m->segments, m->n_segments, o->max_norm, m->scratch);
     m->b->update(m->base[A_PARAMS], m->base[A_GRADS], moment(m, 0), moment(m, 1), m->segments, m->n_segments, m->state, *o);
     if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
 }
 
-static StepState model_state(const Model *m) {
+MODEL_FN StepState model_state(const Model *m) {
     StepState s;
     m->b->to_host(&s, m->state, sizeof s);
     return s;
 }
 
 // Sum of the cross entropy over the valid targets of B*T tokens (forward only; leaves the step's totals alone).
-static StepState model_loss(Model *m, const int *tokens, const int *targets, int B, int T) {
+MODEL_FN StepState model_loss(Model *m, const int *tokens, const int *targets, int B, int T) {
     StepState s;
     memset(&s, 0, sizeof s);
     m->b->to_device(m->state, &s, sizeof s);
@@ -609,7 +611,7 @@ static StepState model_loss(Model *m, const int *tokens, const int *targets, int
 
 /* Feeds sequence b its next len[b] <= T tokens (row b of tokens, (B,T)) at positions start[b] ..., and leaves
    the logits of the token after the last one in m->logits (B,V), on the device. len[b] >= 1. */
-static void model_next(Model *m, const int *tokens, const int *start, const int *len, int B, int T) {
+MODEL_FN void model_next(Model *m, const int *tokens, const int *start, const int *len, int B, int T) {
     StepState s;
     memset(&s, 0, sizeof s);
     m->b->to_device(m->state, &s, sizeof s);

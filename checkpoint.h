@@ -1,0 +1,1565 @@
+/* checkpoint.h: models on disk, as Hugging Face folders. It knows moe.h and jansson.
+
+   What lies in OUT, the folder of one run:
+     step_00000100/     config.json, model.safetensors, tokenizer files: transformers loads them;
+                        optimizer.safetensors, trainer.json: what a resumed run needs besides
+     latest, best       symbolic links to the newest one and to the one with the lowest loss
+     .lock              held (flock) by the run that writes here
+     .step_*.tmp .old .del   on their way in or out; never read, removed by the next run
+
+   A name step_NNNNNNNN only ever stands for a complete folder: it is written under a dot name,
+   every file and the folder are fsynced, then renamed; deleting starts with a rename to a dot name.
+   So a crash, a kill or a full disk at any moment leaves the checkpoints that were there.
+
+   safetensors: u64 length of the header, the header as JSON {name: {dtype, shape, data_offsets:
+   [begin, end]}, "__metadata__": {string: string}}, then the data, which the tensors tile without
+   gap or overlap. All little-endian. Memory layout = file layout, so reading and writing is
+   copying; a row of the tensor table is stored as its parts (q, k and v; gate and up), each a
+   contiguous range of its rows.
+
+   Nothing read from a file is believed before it is checked: lengths against the file's size,
+   before any memory is taken; numbers against their range; shapes with overflow-checked products.
+   Functions return 0, or fail() = -1 with one line: the file, what was expected, what was found,
+   what to do.
+
+   In order: what a file looks like; writing and JSON; safetensors; config.json; model and optimiser
+   tensors; checkpoint folders. Start reading at model_write, then ckpt_begin. */
+#ifndef CHECKPOINT_H
+#define CHECKPOINT_H
+
+#include "moe.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <jansson.h>
+#include <limits.h>
+#include <math.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the files are little-endian and copied to and from memory: a big-endian host needs swaps"
+#endif
+
+#define CKPT_FN __attribute__((unused)) static
+
+enum {
+    CKPT_PATH = 4096,     // longest path, with its final 0
+    SAFE_RANK = 8,        // most dimensions of a tensor
+    JSON_LIMIT = 64 << 20 // largest JSON file, bytes; the largest real ones are tokenizers of 20 MB
+};
+#define SAFE_HEADER_LIMIT    ((uint64_t)100000000) // as in the reference implementation
+#define CONFIG_EXPERTS_LIMIT (1 << 18) // experts of all layers: more cannot be named in a header
+
+// -------------------------------------------------------------------------------------------------
+// what a file looks like
+
+/* Text from outside, fit for one line of an error message: control characters and bytes beyond
+   ASCII become '?', long texts lose their end. Valid until the eighth call after this one. */
+CKPT_FN const char *shown(const char *text) {
+    static __thread char room[8][260];
+    static __thread unsigned turn;
+    char *out = room[turn++ % 8];
+    size_t n = 0;
+    for (; text[n] && n < 250; n++) {
+        unsigned char c = (unsigned char)text[n];
+        out[n] = c < 32 || c > 126 ? '?' : (char)c;
+    }
+    strcpy(out + n, text[n] ? "..." : "");
+    return out;
+}
+
+/* What a reader of error messages would call this file: "a text file", "a git-LFS pointer file",
+   ... Looks at its kind and its first bytes only. */
+CKPT_FN const char *looks_like(const char *path) {
+    static const struct {
+        const char *magic;
+        int n;
+        const char *name;
+    } known[] = {
+        {"version https://git-lfs.github.com/spec/", 40,
+            "a git-LFS pointer file (the content itself was not downloaded: git lfs pull)"},
+        {"\x1f\x8b", 2, "a gzip archive"},
+        {"PK\3\4", 4, "a PyTorch .bin/.pt (zip) file"},
+        {"\x93NUMPY", 6, "a NumPy file"},
+        {"GGUF", 4, "a GGUF model"},
+        {"\x89HDF\r\n", 6, "an HDF5 file"},
+        {"\xfd\x37zXZ", 5, "an xz archive"},
+        {"\x28\xb5\x2f\xfd", 4, "a zstd archive"},
+        {"BZh", 3, "a bzip2 archive"},
+        {"\x7f\x45LF", 4, "a program"},
+        {"%PDF", 4, "a PDF document"},
+        {"\x80\2", 2, "a Python pickle"},
+        {"\x80\4", 2, "a Python pickle"},
+        {"\x88\xd8\x34\x01", 4, "an llm.c token shard"},    // 20240520
+        {"\xa1\xd9\x34\x01", 4, "an llm.c token shard"},    // 20240801
+        {"\xc8\xd7\x34\x01", 4, "an llm.c tokenizer file"}, // 20240328
+        {"\xc6\xd7\x34\x01", 4, "an llm.c model file"},     // 20240326
+        {"<!DOCTYPE", 9, "a web page"},
+        {"<!doctype", 9, "a web page"},
+        {"<html", 5, "a web page"},
+    };
+    unsigned char b[4096];
+    struct stat st;
+    if (stat(path, &st))
+        return errno == ENOENT ? "a file that does not exist" : "a file that cannot be read";
+    if (S_ISDIR(st.st_mode)) return "a folder";
+    if (!S_ISREG(st.st_mode)) return "a pipe or device";
+    if (st.st_size == 0) return "an empty file";
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    ssize_t n = fd < 0 ? -1 : read(fd, b, sizeof b);
+    if (fd >= 0) close(fd);
+    if (n <= 0) return "a file that cannot be read";
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        if (n >= known[i].n && !memcmp(b, known[i].magic, (size_t)known[i].n)) return known[i].name;
+    }
+    uint64_t header = 0;
+    if (n > 8) memcpy(&header, b, 8);
+    if (n > 8 && b[8] == '{' && header >= 2 && header <= SAFE_HEADER_LIMIT) {
+        return header <= (uint64_t)st.st_size - 8 ? "a safetensors file"
+                                                  : "the beginning of a safetensors file";
+    }
+    int zeros = 1, text = 1, first = -1;
+    for (ssize_t i = 0; i < n; i++) {
+        zeros &= b[i] == 0;
+        if (b[i] < 32 && !strchr("\t\n\v\f\r\x1b", b[i])) text = 0;
+        if (b[i] == 0 || b[i] == 127 || b[i] == 255) text = 0; // 255: not in UTF-8
+        if (first < 0 && !strchr(" \t\r\n", b[i])) first = b[i];
+    }
+    if (zeros) return "a file of zeros";
+    if (text && (first == '{' || first == '[')) return "a JSON file";
+    return text ? "a text file" : "binary data";
+}
+
+// -------------------------------------------------------------------------------------------------
+// writing, and JSON
+
+// Joins a folder and a name.
+CKPT_FN int path_join(char out[CKPT_PATH], const char *folder, const char *name, Err *err) {
+    int n = snprintf(out, CKPT_PATH, "%s/%s", folder, name);
+    if (n >= 0 && n < CKPT_PATH) return 0;
+    return fail(err, "%s: this path is longer than %d bytes", shown(folder), CKPT_PATH - 1);
+}
+
+CKPT_FN const char *write_advice(int code) {
+    if (code == ENOSPC || code == EDQUOT) return ": free some space, or choose another --out";
+    if (code == EFBIG) return ": raise the file-size limit (ulimit -f)";
+    return "";
+}
+
+// The system refused: "PATH: WHAT: reason", from errno.
+CKPT_FN int fail_os(Err *err, const char *path, const char *what) {
+    int code = errno;
+    return fail(err, "%s: %s: %s%s", shown(path), what, strerror(code), write_advice(code));
+}
+
+// All n bytes, whatever a single write takes.
+CKPT_FN int write_all(int fd, const void *data, size_t n, const char *path, Err *err) {
+    const char *p = (const char *)data;
+    while (n > 0) {
+        ssize_t k = write(fd, p, n < (size_t)1 << 30 ? n : (size_t)1 << 30);
+        if (k < 0 && errno == EINTR) continue;
+        if (k == 0) errno = ENOSPC;
+        if (k <= 0) return fail_os(err, path, "cannot write");
+        p += k;
+        n -= (size_t)k;
+    }
+    return 0;
+}
+
+// Some file systems cannot sync and say so (EINVAL): that is all they can do.
+CKPT_FN int sync_fd(int fd, const char *path, Err *err) {
+    int rc;
+    while ((rc = fsync(fd)) && errno == EINTR) {}
+    if (!rc || errno == EINVAL || errno == ENOTSUP) return 0;
+    return fail_os(err, path, "cannot bring to disk");
+}
+
+/* Syncs and closes a written file; rc != 0: it is only closed and removed. The result is rc or the
+   failure. */
+CKPT_FN int write_end(int fd, int rc, const char *path, Err *err) {
+    if (!rc) rc = sync_fd(fd, path, err);
+    if (close(fd) && !rc) rc = fail_os(err, path, "cannot write");
+    if (rc) unlink(path);
+    return rc;
+}
+
+CKPT_FN int write_begin(const char *path, Err *err) {
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd >= 0) return fd;
+    return fail_os(err, path, "cannot create");
+}
+
+CKPT_FN int sync_folder(const char *path, Err *err) {
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) return fail_os(err, path, "cannot open this folder");
+    int rc = sync_fd(fd, path, err);
+    close(fd);
+    return rc;
+}
+
+/* Writes a text file so that its name stands for the old content or the new, never for a half:
+   under a temporary name beside it, synced, then renamed. */
+CKPT_FN int write_text_file_synced(const char *path, const char *text, size_t n, Err *err) {
+    char tmp[CKPT_PATH];
+    int k = snprintf(tmp, sizeof tmp, "%s.tmp", path);
+    if (k < 0 || k >= CKPT_PATH) return fail(err, "%s: this path is too long", shown(path));
+    int fd = write_begin(tmp, err);
+    if (fd < 0) return -1;
+    if (write_end(fd, write_all(fd, text, n, tmp, err), tmp, err)) return -1;
+    if (!rename(tmp, path)) return 0;
+    fail_os(err, path, "cannot rename to this");
+    unlink(tmp);
+    return -1;
+}
+
+// The fewest digits, of `least` and more, that bring every real number in the tree back exactly.
+CKPT_FN int json_digits(const json_t *j, int least) {
+    if (json_is_real(j)) {
+        char text[64];
+        while (least < 17) {
+            snprintf(text, sizeof text, "%.*g", least, json_real_value(j));
+            if (strtod(text, NULL) == json_real_value(j)) break;
+            least++;
+        }
+    } else if (json_is_object(j)) {
+        const char *key;
+        json_t *value;
+        json_object_foreach((json_t *)(uintptr_t)j, key, value) least = json_digits(value, least);
+    } else if (json_is_array(j)) {
+        for (size_t i = 0; i < json_array_size(j); i++)
+            least = json_digits(json_array_get(j, i), least);
+    }
+    return least;
+}
+
+/* Writes FOLDER/NAME, indented, keys in the order they were set, so that equal trees give equal
+   bytes. j NULL (a json_pack that found no memory, or a NaN) is a failure too. */
+CKPT_FN int json_write(const char *folder, const char *name, const json_t *j, Err *err) {
+    char path[CKPT_PATH];
+    if (path_join(path, folder, name, err)) return -1;
+    size_t digits = (size_t)json_digits(j, 6);
+    char *text = j ? json_dumps(j, JSON_INDENT(2) | JSON_REAL_PRECISION(digits)) : NULL;
+    size_t n = text ? strlen(text) : 0;
+    if (!text)
+        return fail(err, "%s: cannot make the JSON text (out of memory, or a NaN)", shown(path));
+    text[n] = '\n'; // in place of the final 0
+    int rc = write_text_file_synced(path, text, n + 1, err);
+    free(text);
+    return rc;
+}
+
+/* Reads a JSON file: an object or an array, no key twice. NULL after fail(). The caller
+   json_decref()s it. */
+CKPT_FN json_t *json_read(const char *path, Err *err) {
+    json_t *j = NULL;
+    char *text = NULL;
+    size_t n = 0;
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (fd < 0) {
+        fail_os(err, path, "cannot open");
+        return NULL;
+    }
+    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) {
+        fail(err, "%s: expected a JSON file, found %s", shown(path), looks_like(path));
+    } else if (st.st_size > JSON_LIMIT) {
+        fail(err, "%s: expected a JSON file of at most %d bytes, found %lld; it looks like %s",
+            shown(path), JSON_LIMIT, (long long)st.st_size, looks_like(path));
+    } else if (!(text = (char *)malloc((size_t)st.st_size + 1))) {
+        fail(err, "%s: out of memory for %lld bytes", shown(path), (long long)st.st_size);
+    } else {
+        ssize_t k = 0;
+        while (n < (size_t)st.st_size && (k = read(fd, text + n, (size_t)st.st_size - n)) != 0) {
+            if (k < 0 && errno != EINTR) break;
+            if (k > 0) n += (size_t)k;
+        }
+        json_error_t e;
+        if (k < 0) {
+            fail_os(err, path, "cannot read");
+        } else if (!(j = json_loadb(text, n, JSON_REJECT_DUPLICATES, &e))) {
+            fail(err, "%s: expected JSON, found at line %d: %s; the file looks like %s",
+                shown(path), e.line, shown(e.text), looks_like(path));
+        }
+    }
+    free(text);
+    close(fd);
+    return j;
+}
+
+// -------------------------------------------------------------------------------------------------
+// safetensors
+
+CKPT_FN size_t dtype_size(DType t) { return t == F64 ? 8 : t == F32 ? 4 : 2; }
+CKPT_FN const char *dtype_name(DType t) {
+    return t == F64 ? "F64" : t == F32 ? "F32" : t == BF16 ? "BF16" : "F16";
+}
+
+typedef struct SafeTensor {
+    const char *name;
+    DType dtype;
+    int rank;
+    int64_t shape[SAFE_RANK];
+    size_t count, bytes;       // elements; bytes of them
+    const unsigned char *data; // aligned to nothing
+} SafeTensor;
+
+typedef struct SafeFile {
+    char *path, *names;
+    unsigned char *map; // of the whole file
+    size_t size;
+    SafeTensor *tensor; // sorted by name
+    int n;
+} SafeFile;
+
+CKPT_FN int safe_by_name(const void *a, const void *b) {
+    return strcmp(((const SafeTensor *)a)->name, ((const SafeTensor *)b)->name);
+}
+
+CKPT_FN int safe_by_place(const void *a, const void *b) {
+    const SafeTensor *s = (const SafeTensor *)a, *t = (const SafeTensor *)b;
+    if (s->data != t->data) return s->data < t->data ? -1 : 1;
+    return s->bytes < t->bytes ? -1 : s->bytes > t->bytes;
+}
+
+CKPT_FN void safe_close(SafeFile *f) {
+    if (f->map) munmap(f->map, f->size);
+    free(f->path);
+    free(f->names);
+    free(f->tensor);
+    memset(f, 0, sizeof *f);
+}
+
+// "[4, 8]", for messages.
+CKPT_FN const char *shape_text(int rank, const int64_t *shape) {
+    char text[SAFE_RANK * 24];
+    size_t n = 0;
+    text[n++] = '[';
+    for (int i = 0; i < rank; i++)
+        n += (size_t)snprintf(
+            text + n, sizeof text - n, "%s%lld", i ? ", " : "", (long long)shape[i]);
+    snprintf(text + n, sizeof text - n, "]");
+    return shown(text);
+}
+
+// The header says something that cannot be: "PATH: tensor NAME: WHAT: the file is damaged".
+__attribute__((format(printf, 4, 5), cold)) CKPT_FN int damaged(
+    Err *err, const char *path, const char *name, const char *fmt, ...) {
+    char what[400];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(what, sizeof what, fmt, ap);
+    va_end(ap);
+    return fail(err, "%s: tensor %s: %s: the file is damaged", shown(path), shown(name), what);
+}
+
+/* One entry of the header. Where its data lies is checked against the size of all data, later
+   against the others. */
+CKPT_FN int safe_entry(SafeTensor *t, const char *name, const json_t *j, const unsigned char *data,
+    uint64_t data_size, const char *path, Err *err) {
+    const json_t *dtype = json_object_get(j, "dtype"), *shape = json_object_get(j, "shape");
+    const json_t *offsets = json_object_get(j, "data_offsets");
+    if (!json_is_string(dtype) || !json_is_array(shape) || !json_is_array(offsets) ||
+        json_object_size(j) != 3)
+        return damaged(
+            err, path, name, "expected {dtype, shape, data_offsets}, found something else");
+    const char *type = json_string_value(dtype);
+    int known = 0;
+    for (int d = F32; d <= F16; d++) {
+        if (!strcmp(type, dtype_name((DType)d))) t->dtype = (DType)d, known = 1;
+    }
+    if (!known)
+        return fail(err, "%s: tensor %s: expected dtype F32, F64, BF16 or F16, found %s",
+            shown(path), shown(name), shown(type));
+    if (json_array_size(shape) > SAFE_RANK)
+        return fail(err, "%s: tensor %s: expected at most %d dimensions, found %llu", shown(path),
+            shown(name), SAFE_RANK, (unsigned long long)json_array_size(shape));
+    t->rank = (int)json_array_size(shape);
+    uint64_t bytes = dtype_size(t->dtype);
+    int empty = 0;
+    for (int i = 0; i < t->rank; i++) {
+        const json_t *n = json_array_get(shape, (size_t)i);
+        if (!json_is_integer(n) || json_integer_value(n) < 0)
+            return damaged(
+                err, path, name, "expected a shape of integers from 0, found another value");
+        t->shape[i] = (int64_t)json_integer_value(n);
+        if (t->shape[i] == 0)
+            empty = 1;
+        else if (__builtin_mul_overflow(bytes, (uint64_t)t->shape[i], &bytes) || bytes > SIZE_MAX)
+            return damaged(err, path, name, "the product of its shape overflows");
+    }
+    if (empty) bytes = 0;
+    const json_t *from = json_array_get(offsets, 0), *to = json_array_get(offsets, 1);
+    if (json_array_size(offsets) != 2 || !json_is_integer(from) || !json_is_integer(to))
+        return damaged(err, path, name,
+            "expected two integers as data_offsets, found %llu values%s",
+            (unsigned long long)json_array_size(offsets),
+            json_array_size(offsets) == 2 ? ", not integers" : "");
+    int64_t begin = (int64_t)json_integer_value(from), end = (int64_t)json_integer_value(to);
+    if (begin < 0 || begin > end)
+        return damaged(err, path, name,
+            "expected data_offsets 0 <= begin <= end, found [%lld, %lld]", (long long)begin,
+            (long long)end);
+    if ((uint64_t)(end - begin) != bytes)
+        return damaged(err, path, name, "%s%s needs %llu bytes, its data_offsets span %lld", type,
+            shape_text(t->rank, t->shape), (unsigned long long)bytes, (long long)(end - begin));
+    if ((uint64_t)end > data_size)
+        return fail(err,
+            "%s: tensor %s ends at byte %lld of the data, but there are only %llu: the file "
+            "is %llu bytes short, an interrupted copy perhaps: fetch it again",
+            shown(path), shown(name), (long long)end, (unsigned long long)data_size,
+            (unsigned long long)((uint64_t)end - data_size));
+    t->bytes = (size_t)bytes;
+    t->count = t->bytes / dtype_size(t->dtype);
+    t->data = data + begin;
+    return 0;
+}
+
+// The header, as JSON, to sorted tensors that tile the data.
+CKPT_FN int safe_parse(SafeFile *f, const json_t *root, uint64_t header, Err *err) {
+    const unsigned char *data = f->map + 8 + header;
+    const uint64_t data_size = f->size - 8 - header;
+    const char *key;
+    json_t *value;
+    size_t n = json_object_size(root), chars = 0;
+    if (!json_is_object(root) || n > INT_MAX / 2)
+        return fail(err,
+            "%s: expected a safetensors header {name: tensor}, found another JSON value",
+            shown(f->path));
+    json_object_foreach((json_t *)(uintptr_t)root, key, value) chars += strlen(key) + 1;
+    f->tensor = (SafeTensor *)calloc(n + 1, sizeof *f->tensor);
+    f->names = (char *)malloc(chars + 1);
+    if (!f->tensor || !f->names) return fail(err, "%s: out of memory", shown(f->path));
+    chars = 0;
+    json_object_foreach((json_t *)(uintptr_t)root, key, value) {
+        if (!strcmp(key, "__metadata__")) {
+            const char *name;
+            json_t *text;
+            if (!json_is_object(value))
+                return fail(
+                    err, "%s: expected __metadata__ to be an object of strings", shown(f->path));
+            json_object_foreach(value, name, text) {
+                if (!json_is_string(text))
+                    return fail(err, "%s: __metadata__: expected a string for %s", shown(f->path),
+                        shown(name));
+            }
+            continue;
+        }
+        SafeTensor *t = &f->tensor[f->n++];
+        t->name = strcpy(f->names + chars, key);
+        chars += strlen(key) + 1;
+        if (safe_entry(t, key, value, data, data_size, f->path, err)) return -1;
+    }
+    qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_place);
+    const unsigned char *at = data;
+    for (int i = 0; i < f->n; at += f->tensor[i++].bytes) {
+        const SafeTensor *t = &f->tensor[i];
+        if (t->data != at)
+            return damaged(err, f->path, t->name,
+                "begins at byte %lld of the data, expected %lld: %s", (long long)(t->data - data),
+                (long long)(at - data), t->data > at ? "there is a gap" : "it overlaps another");
+    }
+    uint64_t rest = data_size - (uint64_t)(at - data);
+    if (rest)
+        return fail(err,
+            "%s: %llu bytes follow the last tensor, expected none: the file is damaged",
+            shown(f->path), (unsigned long long)rest);
+    qsort(f->tensor, (size_t)f->n, sizeof *f->tensor, safe_by_name);
+    return 0;
+}
+
+CKPT_FN int safe_map(SafeFile *f, Err *err) {
+    const char *path = f->path;
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (fd < 0) return fail_os(err, path, "cannot open");
+    struct stat st;
+    int rc = 0;
+    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) {
+        rc = fail(err, "%s: expected a safetensors file, found %s", shown(path), looks_like(path));
+    } else if (st.st_size < 10 || (uint64_t)st.st_size > SIZE_MAX / 2) {
+        rc = fail(err, "%s: expected a safetensors file, found %s of %lld bytes", shown(path),
+            looks_like(path), (long long)st.st_size);
+    } else {
+        void *map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+        if (map == MAP_FAILED) {
+            rc = fail_os(err, path, "cannot map this file into memory");
+        } else {
+            f->map = (unsigned char *)map;
+            f->size = (size_t)st.st_size;
+        }
+    }
+    close(fd);
+    return rc;
+}
+
+/* Opens a safetensors file and checks all of its header. After a failure there is nothing to close.
+   The file must not shrink while it is open. */
+CKPT_FN int safe_open(SafeFile *f, const char *path, Err *err) {
+    memset(f, 0, sizeof *f);
+    f->path = strdup(path);
+    int rc = f->path ? safe_map(f, err) : fail(err, "%s: out of memory", shown(path));
+    if (!rc) {
+        uint64_t header;
+        memcpy(&header, f->map, 8);
+        if (header > f->size - 8 || header > SAFE_HEADER_LIMIT || header < 2 || f->map[8] != '{') {
+            const char *kind = looks_like(path);
+            int ours = strstr(kind, "safetensors") != NULL;
+            rc = fail(err,
+                "%s: expected a safetensors file, found a header length of %llu in a file of %llu "
+                "bytes; it looks like %s%s",
+                shown(path), (unsigned long long)header, (unsigned long long)f->size, kind,
+                ours ? ": fetch it again" : "");
+        } else {
+            json_error_t e;
+            json_t *root =
+                json_loadb((const char *)f->map + 8, (size_t)header, JSON_REJECT_DUPLICATES, &e);
+            if (!root)
+                rc = fail(err, "%s: expected JSON in the safetensors header, found at byte %d: %s",
+                    shown(path), e.position, shown(e.text));
+            else
+                rc = safe_parse(f, root, header, err);
+            json_decref(root);
+        }
+    }
+    if (rc) safe_close(f);
+    return rc;
+}
+
+// NULL if there is none of that name.
+CKPT_FN const SafeTensor *safe_find(const SafeFile *f, const char *name) {
+    SafeTensor key = {.name = name};
+    if (!f->n) return NULL;
+    return (const SafeTensor *)bsearch(&key, f->tensor, (size_t)f->n, sizeof key, safe_by_name);
+}
+
+typedef struct SafeEntry {
+    const char *name; // printable ASCII without " and backslash
+    DType dtype;
+    int rank;
+    int64_t shape[SAFE_RANK];
+} SafeEntry;
+
+CKPT_FN uint64_t safe_entry_bytes(const SafeEntry *e) {
+    uint64_t bytes = dtype_size(e->dtype);
+    for (int i = 0; i < e->rank; i++) bytes *= (uint64_t)e->shape[i];
+    return bytes;
+}
+
+/* Writes n tensors in the order given; bytes(ctx, i) gives the content of tensor i, valid until the
+   next call. Equal content makes equal files. Synced; removed again if it fails. */
+CKPT_FN int safe_write(const char *path, const SafeEntry *entries, int n,
+    const void *(*bytes)(void *ctx, int entry), void *ctx, Err *err) {
+    char *header = NULL;
+    size_t length = 0;
+    uint64_t at = 0;
+    FILE *text = open_memstream(&header, &length);
+    if (!text) return fail(err, "%s: out of memory for the header", shown(path));
+    fprintf(text, "{\"__metadata__\":{\"format\":\"pt\"}");
+    for (int i = 0; i < n; i++) {
+        const SafeEntry *e = &entries[i];
+        fprintf(text, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", e->name, dtype_name(e->dtype));
+        for (int d = 0; d < e->rank; d++)
+            fprintf(text, "%s%lld", d ? "," : "", (long long)e->shape[d]);
+        uint64_t end = at + safe_entry_bytes(e);
+        fprintf(text, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
+            (unsigned long long)end);
+        at = end;
+    }
+    fputc('}', text);
+    for (long k = ftell(text); k >= 0 && k % 8; k++) fputc(' ', text); // the data starts on 8 bytes
+    int bad = ferror(text);
+    if (fclose(text) || bad) {
+        free(header);
+        return fail(err, "%s: out of memory for the header", shown(path));
+    }
+    uint64_t stored = length;
+    int fd = -1, rc;
+    if (stored > SAFE_HEADER_LIMIT)
+        rc = fail(err, "%s: %d tensors make a header of %llu bytes, more than readers accept",
+            shown(path), n, (unsigned long long)stored);
+    else
+        rc = (fd = write_begin(path, err)) < 0 ? -1 : 0;
+    if (fd >= 0) {
+        rc = write_all(fd, &stored, 8, path, err);
+        if (!rc) rc = write_all(fd, header, length, path, err);
+        for (int i = 0; i < n && !rc; i++) {
+            const void *data = bytes(ctx, i);
+            if (data)
+                rc = write_all(fd, data, (size_t)safe_entry_bytes(&entries[i]), path, err);
+            else
+                rc = fail(err, "%s: tensor %s cannot be fetched", shown(path), entries[i].name);
+        }
+        rc = write_end(fd, rc, path, err);
+    }
+    free(header);
+    return rc;
+}
+
+// -------------------------------------------------------------------------------------------------
+// config.json
+
+/* Whether a model of this shape can exist: ranges, divisibility, and a size that an address can
+   hold. */
+CKPT_FN int config_check(const Config *c, Err *err) {
+    const struct {
+        const char *name;
+        int value, least, most;
+    } range[] = {
+        {"vocabulary", c->vocab_size, 1, (1 << 30) - 1},
+        {"sequence length", c->seq_len, 1, (1 << 30) - 1},
+        {"number of layers", c->n_layers, 1, MAX_LAYERS},
+        {"model width", c->d_model, 1, (1 << 30) - 1},
+        {"number of heads", c->n_heads, 1, (1 << 20) - 1},
+        {"number of key/value heads", c->n_kv_heads, 1, c->n_heads},
+        {"head width", c->head_dim, 2, (1 << 20) - 1},
+        {"number of experts", c->n_experts, 1, CONFIG_EXPERTS_LIMIT},
+        {"experts per token", c->top_k, 1, c->n_experts},
+        {"expert width", c->d_expert, 1, (1 << 30) - 1},
+        {"shared expert width", c->d_shared, 0, (1 << 30) - 1},
+        {"number of dense layers", c->dense_layers, 0, c->n_layers},
+        {"dense width", c->d_dense, 0, (1 << 30) - 1},
+    };
+    for (size_t i = 0; i < sizeof range / sizeof *range; i++) {
+        if (range[i].value < range[i].least || range[i].value > range[i].most)
+            return fail(err, "%s: expected %d to %d, found %d", range[i].name, range[i].least,
+                range[i].most, range[i].value);
+    }
+    if (c->n_heads % c->n_kv_heads)
+        return fail(err, "number of key/value heads: expected a divisor of the %d heads, found %d",
+            c->n_heads, c->n_kv_heads);
+    if (c->head_dim % 2)
+        return fail(
+            err, "head width: expected an even number (rotary pairs), found %d", c->head_dim);
+    if (!(c->rope_theta > 0 && c->rope_theta < 1e30))
+        return fail(err, "rope_theta: expected a positive number, found %g", c->rope_theta);
+    if (!(c->norm_eps > 0 && c->norm_eps < 1))
+        return fail(err, "norm epsilon: expected a number between 0 and 1, found %g", c->norm_eps);
+    if ((double)c->n_layers * c->n_experts > CONFIG_EXPERTS_LIMIT)
+        return fail(err, "%d layers of %d experts: expected at most %d experts in all", c->n_layers,
+            c->n_experts, CONFIG_EXPERTS_LIMIT);
+    if (c->n_experts > 1 && c->dense_layers && c->d_dense < 1)
+        return fail(err,
+            "dense width: expected a positive number for the %d dense layers, found %d",
+            c->dense_layers, c->d_dense);
+    double heads = (double)(c->n_heads + c->n_kv_heads) * 2 * c->head_dim, total = 0;
+    for (int l = 0; l < c->n_layers; l++)
+        total +=
+            heads + 3.0 * mlp_width(c, l) * mlp_experts(c, l) + 3.0 * c->d_shared + c->n_experts;
+    total = (total + 2.0 * c->vocab_size) * c->d_model;
+    if (total > 0x1p46)
+        return fail(err, "a model of %.3g parameters: expected at most %.3g", total, 0x1p46);
+    return 0;
+}
+
+/* Writes FOLDER/config.json: a Qwen3-MoE, or without experts a Qwen3. Both the old names
+   (rope_theta, torch_dtype) and the new ones (rope_parameters, dtype) are written, so that
+   transformers 4.51 and later load it. router_aux_loss_coef is this trainer's coefficient divided
+   by K: Hugging Face's loss counts each of a token's K experts once (K where ours is 1). type: of
+   the weights. */
+CKPT_FN int config_write(
+    const char *folder, const Config *c, double router_aux_loss_coef, DType type, Err *err) {
+    Err why;
+    if (config_check(c, &why)) return fail(err, "%s/config.json: %s", shown(folder), why.text);
+    if (c->qk_norm != QK_NORM_HEAD || c->router != ROUTER_SOFTMAX || c->d_shared)
+        return fail(err,
+            "%s/config.json: a model with %s is not a Qwen3 model, and this version saves no "
+            "other",
+            shown(folder),
+            c->qk_norm != QK_NORM_HEAD ? "--qk-norm other than head"
+                : c->d_shared          ? "a shared expert"
+                                       : "a sigmoid router");
+    const int moe = c->n_experts > 1;
+    const char *dtype = type == BF16 ? "bfloat16"
+        : type == F16                ? "float16"
+        : type == F64                ? "float64"
+                                     : "float32";
+    int mlp = !moe ? c->d_expert : c->d_dense > 0 ? c->d_dense : c->top_k * c->d_expert;
+    json_t *j = json_pack("{s:[s], s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i}",
+        "architectures", moe ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM", "model_type",
+        moe ? "qwen3_moe" : "qwen3", "torch_dtype", dtype, "dtype", dtype, "vocab_size",
+        c->vocab_size, "max_position_embeddings", c->seq_len, "num_hidden_layers", c->n_layers,
+        "hidden_size", c->d_model, "num_attention_heads", c->n_heads, "num_key_value_heads",
+        c->n_kv_heads, "head_dim", c->head_dim, "intermediate_size", mlp);
+    json_t *more =
+        json_pack("{s:s, s:b, s:f, s:b, s:n, s:b, s:f, s:f, s:n, s:{s:s, s:f}, s:b, s:f, s:n, s:n, "
+                  "s:n}",
+            "hidden_act", "silu", "attention_bias", 0, "attention_dropout", 0.0,
+            "use_sliding_window", 0, "sliding_window", "tie_word_embeddings", c->tied,
+            "rms_norm_eps", c->norm_eps, "rope_theta", c->rope_theta, "rope_scaling",
+            "rope_parameters", "rope_type", "default", "rope_theta", c->rope_theta, "use_cache", 1,
+            "initializer_range", 0.02, "bos_token_id", "eos_token_id", "pad_token_id");
+    int rc = !j || !more || json_object_update(j, more);
+    json_decref(more);
+    if (moe && !rc) {
+        more = json_pack("{s:i, s:i, s:i, s:b, s:i, s:f, s:b, s:[]}", "num_experts", c->n_experts,
+            "num_experts_per_tok", c->top_k, "moe_intermediate_size", c->d_expert, "norm_topk_prob",
+            c->norm_topk, "decoder_sparse_step", 1, "router_aux_loss_coef", router_aux_loss_coef,
+            "output_router_logits", 0, "mlp_only_layers");
+        rc = !more || json_object_update(j, more);
+        for (int l = 0; l < c->dense_layers && !rc; l++)
+            rc = json_array_append_new(json_object_get(j, "mlp_only_layers"), json_integer(l));
+        json_decref(more);
+    }
+    if (rc)
+        fail(err, "%s/config.json: out of memory, or a coefficient that is not finite",
+            shown(folder));
+    else
+        rc = json_write(folder, "config.json", j, err);
+    json_decref(j);
+    return rc ? -1 : 0;
+}
+
+/* A config.json while it is read: the first thing wrong stays in err, and later questions are not
+   asked. */
+typedef struct ConfigFile {
+    const json_t *root;
+    const char *path;
+    int bad;
+    Err *err;
+} ConfigFile;
+
+// A positive integer below 2^30. fallback < 0: the key must be there.
+CKPT_FN int config_int(ConfigFile *f, const char *key, int fallback) {
+    const json_t *j = json_object_get(f->root, key);
+    if (f->bad || ((!j || json_is_null(j)) && fallback >= 0)) return fallback;
+    json_int_t n = json_integer_value(j);
+    if (json_is_integer(j) && n >= 1 && n < 1 << 30) return (int)n;
+    f->bad = 1;
+    if (json_is_integer(j))
+        fail(f->err, "%s: %s: expected 1 to %d, found %lld", f->path, key, (1 << 30) - 1,
+            (long long)n);
+    else
+        fail(f->err, "%s: %s: expected a positive integer, found %s", f->path, key,
+            j ? "another value" : "no such key");
+    return 1;
+}
+
+CKPT_FN double config_real(ConfigFile *f, const json_t *from, const char *key) {
+    const json_t *j = json_object_get(from, key);
+    if (f->bad || (json_is_number(j) && json_number_value(j) > 0)) return json_number_value(j);
+    f->bad = 1;
+    if (json_is_number(j))
+        fail(f->err, "%s: %s: expected a positive number, found %g", f->path, key,
+            json_number_value(j));
+    else
+        fail(f->err, "%s: %s: expected a positive number, found %s", f->path, key,
+            j ? "another value" : "no such key");
+    return 1;
+}
+
+CKPT_FN int config_bool(ConfigFile *f, const char *key, int fallback) {
+    const json_t *j = json_object_get(f->root, key);
+    if (!j || json_is_null(j)) return fallback;
+    if (json_is_boolean(j)) return json_is_true(j);
+    if (!f->bad) fail(f->err, "%s: %s: expected true or false, found another value", f->path, key);
+    f->bad = 1;
+    return fallback;
+}
+
+// Refuses a setting that this model does not have.
+CKPT_FN void config_refuse(ConfigFile *f, int is_so, const char *what) {
+    if (is_so && !f->bad)
+        f->bad = fail(f->err, "%s: %s: this trainer's models have none of it", f->path, what);
+}
+
+// null, false, 0, "", [] and {} all say: not used.
+CKPT_FN int json_is_off(const json_t *j) {
+    return !j || json_is_null(j) || json_is_false(j) ||
+        (json_is_number(j) && json_number_value(j) == 0) ||
+        (json_is_string(j) && !*json_string_value(j)) ||
+        (json_is_array(j) && !json_array_size(j)) || (json_is_object(j) && !json_object_size(j));
+}
+
+/* Keys that may be there. Any other key may only say that something is off: a setting that changes
+   the model and is not understood must not be passed over. The first group changes nothing that is
+   computed here. */
+CKPT_FN int config_key_known(const char *key) {
+    static const char *const keys[] = {
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_window_layers",
+        "output_router_logits",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "router_aux_loss_coef",
+        "sliding_window",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "attention_bias",
+        "attention_dropout",
+        "decoder_sparse_step",
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "mlp_only_layers",
+        "model_type",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "num_local_experts",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+        "use_sliding_window",
+        "vocab_size",
+    };
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        if (!strcmp(key, keys[i])) return 1;
+    }
+    return 0;
+}
+
+/* The rotary base: rope_theta, or since transformers 5 rope_parameters.rope_theta, or both and
+   equal. */
+CKPT_FN double config_rope(ConfigFile *f) {
+    const json_t *p = json_object_get(f->root, "rope_parameters"), *value;
+    const char *key;
+    config_refuse(f, !json_is_off(json_object_get(f->root, "rope_scaling")), "rope_scaling");
+    if (json_is_off(p)) return config_real(f, f->root, "rope_theta");
+    config_refuse(f, !json_is_object(p), "rope_parameters of this form");
+    json_object_foreach((json_t *)(uintptr_t)p, key, value) {
+        const char *text = json_string_value(value);
+        int fine = !strcmp(key, "rope_theta") || json_is_null(value) ||
+            ((!strcmp(key, "rope_type") || !strcmp(key, "type")) && text &&
+                !strcmp(text, "default"));
+        if (!fine && !f->bad)
+            f->bad = fail(f->err,
+                "%s: rope_parameters: %s: expected plain rotary embedding, "
+                "rope_type default",
+                f->path, shown(key));
+    }
+    double theta = config_real(f, p, "rope_theta");
+    const json_t *old = json_object_get(f->root, "rope_theta");
+    if (!f->bad && !json_is_off(old) && json_number_value(old) != theta)
+        f->bad = fail(f->err,
+            "%s: rope_theta is %g, rope_parameters.rope_theta is %g: expected them equal", f->path,
+            json_number_value(old), theta);
+    return theta;
+}
+
+/* Reads FOLDER/config.json of a Qwen3-MoE or Qwen3 model. What this model cannot express is refused
+   by name; keys that are absent have the values that transformers gives them. */
+CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
+    char path[CKPT_PATH], name[300];
+    if (path_join(path, folder, "config.json", err)) return -1;
+    json_t *root = json_read(path, err);
+    if (!root) return -1;
+    snprintf(name, sizeof name, "%s", shown(path));
+    ConfigFile f = {root, name, 0, err};
+    const char *type = json_string_value(json_object_get(root, "model_type")), *key;
+    json_t *value;
+    if (!type || (strcmp(type, "qwen3_moe") && strcmp(type, "qwen3")))
+        f.bad = fail(err, "%s: model_type: expected qwen3_moe or qwen3, found %s", name,
+            type ? shown(type) : "none: is this the config.json of a model?");
+    const int moe = !f.bad && !strcmp(type, "qwen3_moe");
+    json_object_foreach(root, key, value) {
+        if (!f.bad && !config_key_known(key) && !json_is_off(value))
+            f.bad = fail(err,
+                "%s: %s: this key is not known here, and it is not off: expected a plain %s model",
+                name, shown(key), moe ? "qwen3_moe" : "qwen3");
+    }
+    memset(c, 0, sizeof *c);
+    c->vocab_size = config_int(&f, "vocab_size", -1);
+    c->seq_len = config_int(&f, "max_position_embeddings", -1);
+    c->n_layers = config_int(&f, "num_hidden_layers", -1);
+    c->d_model = config_int(&f, "hidden_size", -1);
+    c->n_heads = config_int(&f, "num_attention_heads", -1);
+    c->n_kv_heads = config_int(&f, "num_key_value_heads", c->n_heads);
+    c->head_dim = config_int(&f, "head_dim", moe ? 0 : 128);
+    c->d_dense = config_int(&f, "intermediate_size", -1);
+    c->n_experts = c->top_k = 1;
+    c->qk_norm = QK_NORM_HEAD;
+    c->router = ROUTER_SOFTMAX;
+    c->norm_topk = 1;
+    c->tied = config_bool(&f, "tie_word_embeddings", 0);
+    c->norm_eps = config_real(&f, root, "rms_norm_eps");
+    c->rope_theta = config_rope(&f);
+    if (!c->head_dim && !f.bad) {
+        if (c->d_model % c->n_heads)
+            f.bad = fail(err,
+                "%s: head_dim: expected it, since hidden_size %d is no multiple of %d heads", name,
+                c->d_model, c->n_heads);
+        c->head_dim = c->d_model / c->n_heads;
+    }
+    if (moe) {
+        const char *experts =
+            json_object_get(root, "num_experts") ? "num_experts" : "num_local_experts";
+        c->n_experts = config_int(&f, experts, -1);
+        c->top_k = config_int(&f, "num_experts_per_tok", -1);
+        c->d_expert = config_int(&f, "moe_intermediate_size", -1);
+        c->norm_topk = config_bool(&f, "norm_topk_prob", 0);
+        config_refuse(&f, c->n_experts < 2, "num_experts 1 in a qwen3_moe model");
+        config_refuse(
+            &f, config_int(&f, "decoder_sparse_step", 1) != 1, "decoder_sparse_step other than 1");
+        const json_t *dense = json_object_get(root, "mlp_only_layers");
+        config_refuse(&f, dense && !json_is_null(dense) && !json_is_array(dense),
+            "mlp_only_layers of this form");
+        for (size_t i = 0; i < json_array_size(dense); i++) {
+            const json_t *l = json_array_get(dense, i);
+            config_refuse(&f,
+                !json_is_integer(l) || json_integer_value(l) != (json_int_t)i || i >= MAX_LAYERS,
+                "mlp_only_layers other than the first ones, in order");
+            c->dense_layers = (int)i + 1;
+            if (f.bad) break;
+        }
+    } else {
+        c->d_expert = c->d_dense;
+        static const char *const routed[] = {"num_experts", "num_local_experts",
+            "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"};
+        for (size_t i = 0; i < sizeof routed / sizeof *routed; i++)
+            config_refuse(&f, !json_is_off(json_object_get(root, routed[i])), routed[i]);
+    }
+    const json_t *act = json_object_get(root, "hidden_act");
+    if (!f.bad && act && (!json_is_string(act) || strcmp(json_string_value(act), "silu")))
+        f.bad = fail(err, "%s: hidden_act: expected silu, found %s", name,
+            json_is_string(act) ? shown(json_string_value(act)) : "another value");
+    config_refuse(&f, !json_is_off(json_object_get(root, "attention_bias")), "attention_bias");
+    config_refuse(
+        &f, !json_is_off(json_object_get(root, "attention_dropout")), "attention_dropout");
+    config_refuse(
+        &f, !json_is_off(json_object_get(root, "use_sliding_window")), "use_sliding_window");
+    const json_t *kinds = json_object_get(root, "layer_types");
+    for (size_t i = 0; i < json_array_size(kinds); i++) {
+        const char *kind = json_string_value(json_array_get(kinds, i));
+        config_refuse(
+            &f, !kind || strcmp(kind, "full_attention"), "layer_types other than full_attention");
+    }
+    Err why;
+    if (!f.bad && config_check(c, &why)) f.bad = fail(err, "%s: %s", name, why.text);
+    json_decref(root);
+    return f.bad ? -1 : 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// model and optimiser tensors
+
+enum { PART_NAME = 160 };
+
+// One tensor of a file and where it lies on the device.
+typedef struct StoredPart {
+    char name[PART_NAME];
+    SafeEntry entry;
+    unsigned char *at;
+    size_t count;
+} StoredPart;
+
+typedef struct StoredList {
+    StoredPart *part;
+    int n;
+    const Backend *backend;
+    void *staging; // one part, on the host
+} StoredList;
+
+/* Appends every part of the trained (or untrained) tensors, whose arena of `type` starts at `base`.
+   No arena: none. */
+CKPT_FN int stored_add(StoredList *list, const Config *c, const TensorTable *t, int trained,
+    const char *prefix, const void *base, DType type, Err *err) {
+    size_t parts = 0;
+    if (!base) return 0;
+    for (int i = 0; i < t->count; i++) parts += (size_t)t->tensor[i].row->parts;
+    StoredPart *more =
+        (StoredPart *)realloc(list->part, ((size_t)list->n + parts + 1) * sizeof *more);
+    if (!more)
+        return fail(err, "out of memory for a list of %llu tensors", (unsigned long long)parts);
+    list->part = more;
+    for (int i = 0; i < t->count; i++) {
+        const Tensor *x = &t->tensor[i];
+        size_t row = 0;
+        for (int p = 0; p < x->row->parts && x->row->trained == trained; p++) {
+            StoredPart *s = &list->part[list->n++];
+            char name[PART_NAME];
+            size_t rows = dim_of(c, x->row->rows[p]);
+            tensor_name(name, sizeof name, x, p);
+            snprintf(s->name, sizeof s->name, "%s%.140s", prefix, name);
+            s->entry = (SafeEntry){
+                NULL, type, x->row->cols == DIM_NONE ? 1 : 2, {(int64_t)rows, (int64_t)x->cols}};
+            s->count = rows * x->cols;
+            s->at =
+                (unsigned char *)(uintptr_t)base + (x->offset + row * x->cols) * dtype_size(type);
+            row += rows;
+        }
+    }
+    return 0;
+}
+
+// For safe_write: part i, fetched from the device.
+CKPT_FN const void *stored_fetch(void *ctx, int i) {
+    StoredList *list = (StoredList *)ctx;
+    const StoredPart *s = &list->part[i];
+    list->backend->to_host(list->staging, s->at, s->count * dtype_size(s->entry.dtype));
+    return list->staging;
+}
+
+CKPT_FN int stored_write(StoredList *list, const char *folder, const char *file, Err *err) {
+    char path[CKPT_PATH];
+    if (path_join(path, folder, file, err)) return -1;
+    SafeEntry *entries = (SafeEntry *)malloc(((size_t)list->n + 1) * sizeof *entries);
+    size_t largest = 1;
+    for (int i = 0; i < list->n && entries; i++) {
+        size_t bytes = list->part[i].count * dtype_size(list->part[i].entry.dtype);
+        if (bytes > largest) largest = bytes;
+        entries[i] = list->part[i].entry;
+        entries[i].name = list->part[i].name;
+    }
+    list->staging = malloc(largest);
+    int rc;
+    if (!entries || !list->staging)
+        rc = fail(err, "%s: out of memory for %llu bytes to copy through", shown(path),
+            (unsigned long long)largest);
+    else
+        rc = safe_write(path, entries, list->n, stored_fetch, list, err);
+    free(entries);
+    free(list->staging);
+    list->staging = NULL;
+    return rc;
+}
+
+// The value of element i of a tensor in a file. double holds every value of every type.
+CKPT_FN double element_value(const unsigned char *data, DType type, size_t i) {
+    if (type == F64) {
+        double v;
+        memcpy(&v, data + 8 * i, 8);
+        return v;
+    }
+    uint32_t bits = 0;
+    if (type == F32) {
+        memcpy(&bits, data + 4 * i, 4);
+    } else {
+        uint16_t half;
+        memcpy(&half, data + 2 * i, 2);
+        bits = (uint32_t)half << 16; // BF16 is the upper half of a float
+        if (type == F16) {
+            int sign = half >> 15, exponent = half >> 10 & 31, fraction = half & 1023;
+            double v = exponent == 31
+                ? (fraction ? (double)NAN : (double)INFINITY)
+                : ldexp(exponent ? fraction + 1024 : fraction, (exponent ? exponent : 1) - 25);
+            return sign ? -v : v;
+        }
+    }
+    float v;
+    memcpy(&v, &bits, 4);
+    return v;
+}
+
+/* Stores v as element i, rounded to nearest, ties to even (to BF16 by way of float). 0 where a
+   finite value becomes infinite, or where the type is not one that a device computes in. */
+CKPT_FN int element_store(unsigned char *data, DType type, size_t i, double v) {
+    if (type == F64) {
+        memcpy(data + 8 * i, &v, 8);
+        return 1;
+    }
+    float f = (float)v;
+    if (isfinite(v) && !isfinite(f)) return 0;
+    if (type == F32) {
+        memcpy(data + 4 * i, &f, 4);
+        return 1;
+    }
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint16_t half = isnan(v) ? (uint16_t)(bits >> 16 | 64)
+                             : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    if (isfinite(v) && (half & 0x7f80) == 0x7f80) return 0;
+    memcpy(data + 2 * i, &half, 2);
+    return type == BF16;
+}
+
+// Copies one tensor from a file to the device, converted if the types differ.
+CKPT_FN int stored_load(const StoredPart *s, const SafeTensor *t, const Backend *backend,
+    unsigned char *staging, size_t room, const char *path, Err *err) {
+    size_t size = dtype_size(s->entry.dtype), step = room / size;
+    if (t->dtype == s->entry.dtype) {
+        if (t->bytes) backend->to_device(s->at, t->data, t->bytes);
+        return 0;
+    }
+    for (size_t i = 0; i < t->count; i += step) {
+        size_t n = t->count - i < step ? t->count - i : step;
+        for (size_t k = 0; k < n; k++) {
+            double v = element_value(t->data, t->dtype, i + k);
+            if (!element_store(staging, s->entry.dtype, k, v))
+                return fail(err, "%s: tensor %s: %g (%s, element %llu) does not fit into %s",
+                    shown(path), s->name, v, dtype_name(t->dtype), (unsigned long long)(i + k),
+                    dtype_name(s->entry.dtype));
+        }
+        backend->to_device(s->at + i * size, staging, n * size);
+    }
+    return 0;
+}
+
+/* Reads a file that must hold the listed tensors and no others. Nothing is written to the device
+   before all names and shapes are known to fit; nothing at all without `load`. */
+CKPT_FN int stored_read(
+    StoredList *list, int load, const char *folder, const char *file, Err *err) {
+    enum { ROOM = 4 << 20 };
+    char path[CKPT_PATH];
+    SafeFile f;
+    if (path_join(path, folder, file, err) || safe_open(&f, path, err)) return -1;
+    const SafeTensor **found = (const SafeTensor **)calloc((size_t)list->n + 1, sizeof *found);
+    unsigned char *used = (unsigned char *)calloc((size_t)f.n + 1, 1),
+                  *staging = (unsigned char *)malloc(ROOM);
+    int rc = found && used && staging ? 0 : fail(err, "%s: out of memory", shown(path));
+    for (int i = 0; i < list->n && !rc; i++) {
+        const StoredPart *s = &list->part[i];
+        const SafeTensor *t = found[i] = safe_find(&f, s->name);
+        if (!t) {
+            rc = fail(err,
+                "%s: tensor %s of shape %s is missing: the file does not belong to this model",
+                shown(path), s->name, shape_text(s->entry.rank, s->entry.shape));
+            break;
+        }
+        used[t - f.tensor] = 1;
+        if (t->rank != s->entry.rank ||
+            memcmp(t->shape, s->entry.shape, (size_t)t->rank * sizeof *t->shape))
+            rc = fail(err, "%s: tensor %s: expected shape %s, found %s", shown(path), s->name,
+                shape_text(s->entry.rank, s->entry.shape), shape_text(t->rank, t->shape));
+    }
+    for (int i = 0; i < f.n && !rc; i++) {
+        if (!used[i])
+            rc = fail(err, "%s: tensor %s of shape %s has no place in this model", shown(path),
+                shown(f.tensor[i].name), shape_text(f.tensor[i].rank, f.tensor[i].shape));
+    }
+    for (int i = 0; i < list->n && load && !rc; i++)
+        rc = stored_load(&list->part[i], found[i], list->backend, staging, ROOM, path, err);
+    if (load) list->backend->sync();
+    free(found);
+    free(used);
+    free(staging);
+    safe_close(&f);
+    return rc;
+}
+
+CKPT_FN int model_list(StoredList *list, const Config *c, const TensorTable *t, const Backend *b,
+    const void *params, const void *buffers, Err *err) {
+    *list = (StoredList){.backend = b};
+    if (stored_add(list, c, t, 1, "", params, b->param_type, err)) return -1;
+    return stored_add(list, c, t, 0, "", buffers, b->stat_type, err);
+}
+
+/* Writes FOLDER/model.safetensors: every tensor of the table, parameters and buffers, from the
+   arenas on the device. buffers may be NULL when the model has none. */
+CKPT_FN int model_write(const char *folder, const Config *c, const TensorTable *t, const Backend *b,
+    const void *params, const void *buffers, Err *err) {
+    StoredList list;
+    int rc = model_list(&list, c, t, b, params, buffers, err);
+    if (!rc) rc = stored_write(&list, folder, "model.safetensors", err);
+    free(list.part);
+    return rc;
+}
+
+/* Reads FOLDER/model.safetensors into the arenas, converting from F32, F64, BF16 or F16. A missing,
+   unknown or wrongly shaped tensor is an error, found before anything is overwritten. Gaps between
+   tensors are left as they are, and params_changed() is for the caller to call. */
+CKPT_FN int model_read(const char *folder, const Config *c, const TensorTable *t, const Backend *b,
+    void *params, void *buffers, Err *err) {
+    StoredList list;
+    int rc = model_list(&list, c, t, b, params, buffers, err);
+    if (!rc) rc = stored_read(&list, 1, folder, "model.safetensors", err);
+    free(list.part);
+    return rc;
+}
+
+/* Whether FOLDER/model.safetensors holds exactly this model, before memory is taken for it: the
+   sizes in a config.json are only claims. */
+CKPT_FN int model_check(
+    const char *folder, const Config *c, const TensorTable *t, const Backend *b, Err *err) {
+    StoredList list;
+    int rc = model_list(
+        &list, c, t, b, t, t->buffer_elements ? t : NULL, err); // addresses that nobody uses
+    if (!rc) rc = stored_read(&list, 0, folder, "model.safetensors", err);
+    free(list.part);
+    return rc;
+}
+
+CKPT_FN int optimizer_list(StoredList *list, const Config *c, const TensorTable *t,
+    const Backend *b, const void *m, const void *v, Err *err) {
+    *list = (StoredList){.backend = b};
+    if (stored_add(list, c, t, 1, "m.", m, b->grad_type, err)) return -1;
+    return stored_add(list, c, t, 1, "v.", v, b->grad_type, err);
+}
+
+/* Writes FOLDER/optimizer.safetensors: the moments, as m.NAME and v.NAME. Those an optimiser does
+   not have are NULL and are not in the file. */
+CKPT_FN int optimizer_write(const char *folder, const Config *c, const TensorTable *t,
+    const Backend *b, const void *m, const void *v, Err *err) {
+    StoredList list;
+    int rc = optimizer_list(&list, c, t, b, m, v, err);
+    if (!rc) rc = stored_write(&list, folder, "optimizer.safetensors", err);
+    free(list.part);
+    return rc;
+}
+
+// Reads them back: the file must have exactly the moments that this optimiser has.
+CKPT_FN int optimizer_read(const char *folder, const Config *c, const TensorTable *t,
+    const Backend *b, void *m, void *v, Err *err) {
+    StoredList list;
+    int rc = optimizer_list(&list, c, t, b, m, v, err);
+    if (!rc) rc = stored_read(&list, 1, folder, "optimizer.safetensors", err);
+    free(list.part);
+    return rc;
+}
+
+// -------------------------------------------------------------------------------------------------
+// checkpoint folders
+
+enum { STEP_NAME = 32 };
+
+// A checkpoint while it is written. The caller puts files into `path`.
+typedef struct CkptWrite {
+    char out[CKPT_PATH], path[CKPT_PATH];
+    int64_t step;
+} CkptWrite;
+
+CKPT_FN void step_name(char name[STEP_NAME], int64_t step) {
+    snprintf(name, STEP_NAME, "step_%08lld", (long long)step);
+}
+
+// The step that a name stands for, -1 if it is not written as step_name writes it.
+CKPT_FN int64_t step_of(const char *name) {
+    char again[STEP_NAME];
+    if (strncmp(name, "step_", 5) || strlen(name) < 13 || strlen(name) > 22) return -1;
+    int64_t step = (int64_t)strtoll(name + 5, NULL, 10);
+    if (step < 0) return -1;
+    step_name(again, step);
+    return strcmp(again, name) ? -1 : step;
+}
+
+// Makes a folder and those above it.
+CKPT_FN int make_folders(const char *path, Err *err) {
+    char part[CKPT_PATH];
+    size_t n = strlen(path);
+    if (n == 0 || n >= sizeof part)
+        return fail(err, "expected a folder name of 1 to %d bytes", CKPT_PATH - 1);
+    for (size_t i = 1; i <= n; i++) {
+        if (i < n && path[i] != '/') continue;
+        memcpy(part, path, i);
+        part[i] = 0;
+        if (mkdir(part, 0777) && errno != EEXIST && errno != EISDIR)
+            return fail_os(err, part, "cannot make this folder");
+    }
+    struct stat st;
+    if (!stat(path, &st) && S_ISDIR(st.st_mode)) return 0;
+    return fail(err, "%s: expected a folder, found %s", shown(path), looks_like(path));
+}
+
+/* Removes a file, a link or a folder with all in it, relative to an open folder; links are not
+   followed. A missing one is fine. Returns 0 or -1 with errno. */
+CKPT_FN int remove_tree(int at, const char *name, int depth) {
+    if (!unlinkat(at, name, 0) || errno == ENOENT) return 0;
+    if ((errno != EISDIR && errno != EPERM) || depth > 16) return -1;
+    int fd = openat(at, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    DIR *dir = fd < 0 ? NULL : fdopendir(fd);
+    if (!dir) {
+        if (fd >= 0) close(fd);
+        return -1;
+    }
+    int rc = 0;
+    struct dirent *e;
+    while (!rc && (e = readdir(dir))) {
+        if (strcmp(e->d_name, ".") && strcmp(e->d_name, ".."))
+            rc = remove_tree(fd, e->d_name, depth + 1);
+    }
+    int code = errno;
+    closedir(dir);
+    errno = code;
+    return rc ? rc : unlinkat(at, name, AT_REMOVEDIR);
+}
+
+CKPT_FN int remove_path(const char *path, Err *err) {
+    if (!remove_tree(AT_FDCWD, path, 0)) return 0;
+    return fail_os(err, path, "cannot remove");
+}
+
+// OUT/PREFIXstep_00000100SUFFIX
+CKPT_FN int step_path(char path[CKPT_PATH], const char *out, const char *prefix, int64_t step,
+    const char *suffix, Err *err) {
+    char name[STEP_NAME], full[STEP_NAME + 16];
+    step_name(name, step);
+    snprintf(full, sizeof full, "%s%s%s", prefix, name, suffix);
+    return path_join(path, out, full, err);
+}
+
+// Whether a folder has what a model needs. Its content is checked when it is read.
+CKPT_FN int ckpt_complete(const char *folder) {
+    static const char *const files[] = {"config.json", "model.safetensors"};
+    char path[CKPT_PATH];
+    struct stat st;
+    Err ignored;
+    if (lstat(folder, &st) || !S_ISDIR(st.st_mode)) return 0;
+    for (int i = 0; i < 2; i++) {
+        if (path_join(path, folder, files[i], &ignored) || stat(path, &st) || !S_ISREG(st.st_mode))
+            return 0;
+    }
+    return 1;
+}
+
+CKPT_FN int step_compare(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* The steps that OUT has a complete checkpoint of, ascending, in fresh memory that the caller
+   frees. No folder, no checkpoints: *n = 0. Returns -1 with errno when OUT cannot be read. */
+CKPT_FN int ckpt_list(const char *out, int64_t **steps, int *n) {
+    *steps = NULL;
+    *n = 0;
+    DIR *dir = opendir(out);
+    if (!dir) return errno == ENOENT ? 0 : -1;
+    struct dirent *e;
+    int rc = 0;
+    while (!rc && (e = readdir(dir))) {
+        char path[CKPT_PATH];
+        Err ignored;
+        int64_t step = step_of(e->d_name);
+        if (step < 0 || path_join(path, out, e->d_name, &ignored) || !ckpt_complete(path)) continue;
+        if ((*n & (*n + 1)) == 0) { // room for 1, 3, 7, ...
+            int64_t *more = (int64_t *)realloc(*steps, (2 * (size_t)*n + 1) * sizeof *more);
+            if (!more)
+                rc = -1;
+            else
+                *steps = more;
+        }
+        if (!rc) (*steps)[(*n)++] = step;
+    }
+    closedir(dir);
+    if (rc) {
+        free(*steps);
+        *steps = NULL;
+        *n = 0;
+        errno = ENOMEM;
+    } else if (*n) {
+        qsort(*steps, (size_t)*n, sizeof **steps, step_compare);
+    }
+    return rc;
+}
+
+/* Clears away what a killed run left: folders half written, half deleted or replaced. A replaced
+   one goes back to its place when its successor never arrived there. Only the holder of the lock
+   may do this. */
+CKPT_FN int ckpt_tidy(const char *out, Err *err) {
+    DIR *dir = opendir(out);
+    if (!dir) return fail_os(err, out, "cannot read this folder");
+    struct dirent *e;
+    int rc = 0;
+    while (!rc && (e = readdir(dir))) {
+        char name[STEP_NAME], from[CKPT_PATH], to[CKPT_PATH];
+        const char *dot = strrchr(e->d_name, '.');
+        if (e->d_name[0] != '.' || dot - e->d_name < 2 || dot - e->d_name > STEP_NAME - 1) continue;
+        snprintf(name, sizeof name, "%.*s", (int)(dot - e->d_name - 1), e->d_name + 1);
+        if (step_of(name) < 0 ||
+            (strcmp(dot, ".tmp") && strcmp(dot, ".old") && strcmp(dot, ".del")))
+            continue;
+        if (path_join(from, out, e->d_name, err) || path_join(to, out, name, err))
+            rc = -1;
+        else if (!strcmp(dot, ".old") && access(to, F_OK) && !rename(from, to))
+            continue;
+        else
+            rc = remove_path(from, err);
+    }
+    closedir(dir);
+    return rc;
+}
+
+/* Makes OUT and holds it for this process: a second run into the same folder is refused. The lock
+   goes with the process, however it ends; close(*fd) gives it back. Also clears away what a killed
+   run left. */
+CKPT_FN int ckpt_lock(const char *out, int *fd, Err *err) {
+    char path[CKPT_PATH], pid[32] = "";
+    *fd = -1;
+    if (make_folders(out, err) || path_join(path, out, ".lock", err)) return -1;
+    int lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (lock < 0) return fail_os(err, path, "cannot create");
+    if (flock(lock, LOCK_EX | LOCK_NB)) {
+        if (errno == EWOULDBLOCK) {
+            ssize_t n = read(lock, pid, sizeof pid - 1);
+            fail(err,
+                "%s: another run%s%s is writing into this folder: wait for it, or choose another "
+                "--out",
+                shown(out), n > 0 ? ", process " : "", n > 0 ? shown(pid) : "");
+            close(lock);
+            return -1;
+        }
+        fprintf(stderr,
+            "train_moe: warning: %s: this file system has no locks (%s): do not start a second run "
+            "into "
+            "this folder\n",
+            shown(out), strerror(errno));
+    }
+    int n = snprintf(pid, sizeof pid, "%ld", (long)getpid());
+    if (ftruncate(lock, 0) || write(lock, pid, (size_t)n) != n) {} // only for the message above
+    *fd = lock;
+    if (!ckpt_tidy(out, err)) return 0;
+    close(lock);
+    *fd = -1;
+    return -1;
+}
+
+/* Starts the checkpoint of a step: an empty folder w->path for the caller's files. Then
+   ckpt_commit, or ckpt_abort. */
+CKPT_FN int ckpt_begin(CkptWrite *w, const char *out, int64_t step, Err *err) {
+    memset(w, 0, sizeof *w);
+    if (step < 0)
+        return fail(err, "a checkpoint of step %lld: expected 0 or more", (long long)step);
+    w->step = step;
+    if (make_folders(out, err) || step_path(w->path, out, ".", step, ".tmp", err)) return -1;
+    strcpy(w->out, out);
+    if (remove_path(w->path, err)) return -1;
+    if (!mkdir(w->path, 0777)) return 0;
+    return fail_os(err, w->path, "cannot make this folder");
+}
+
+/* Removes what was written of it. Never fails: what is left behind is not read, and removed by the
+   next run. */
+CKPT_FN void ckpt_abort(CkptWrite *w) {
+    if (w->path[0]) remove_tree(AT_FDCWD, w->path, 0);
+    w->path[0] = 0;
+}
+
+// OUT/NAME becomes a link to that step, at once: a reader finds the old link or the new one.
+CKPT_FN int ckpt_link(const char *out, const char *name, int64_t step, Err *err) {
+    char target[STEP_NAME], tmp[CKPT_PATH], path[CKPT_PATH], hidden[STEP_NAME];
+    step_name(target, step);
+    snprintf(hidden, sizeof hidden, ".%s.tmp", name);
+    if (path_join(tmp, out, hidden, err) || path_join(path, out, name, err)) return -1;
+    unlink(tmp);
+    if (symlink(target, tmp) || rename(tmp, path)) {
+        fail_os(err, path, "cannot make this link");
+        unlink(tmp);
+        return -1;
+    }
+    return sync_folder(out, err);
+}
+
+/* Puts the folder `from` in the place of the folder `to`, which exists. Linux exchanges the two in
+   one step. Elsewhere, and where the file system cannot, `to` steps aside first, under a name from
+   which ckpt_tidy brings it back if the second rename never happens. The old one ends as `old`. */
+CKPT_FN int ckpt_replace(const char *from, const char *to, const char *old) {
+#if defined(__linux__) && defined(SYS_renameat2)
+    enum { EXCHANGE = 2 };
+    if (!syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, EXCHANGE)) return rename(from, old);
+#endif
+    if (rename(to, old)) return -1;
+    if (!rename(from, to)) return 0;
+    int code = errno;
+    if (rename(old, to)) {}
+    errno = code;
+    return -1;
+}
+
+/* Finishes a checkpoint: brings it to disk, gives it its name, and points OUT/latest at it. A
+   checkpoint of the same step that is there already is replaced. When this fails, what was there is
+   untouched (or, if only the link failed, both are there). */
+CKPT_FN int ckpt_commit(CkptWrite *w, Err *err) {
+    char path[CKPT_PATH], old[CKPT_PATH];
+    int replaced = 0;
+    if (step_path(path, w->out, "", w->step, "", err) ||
+        step_path(old, w->out, ".", w->step, ".old", err) || sync_folder(w->path, err)) {
+        ckpt_abort(w);
+        return -1;
+    }
+    int rc = rename(w->path, path);
+    if (rc && (errno == EEXIST || errno == ENOTEMPTY)) {
+        if (remove_path(old, err)) {
+            ckpt_abort(w);
+            return -1;
+        }
+        rc = ckpt_replace(w->path, path, old);
+        replaced = 1;
+    }
+    if (rc) {
+        fail_os(err, path, "cannot give the new checkpoint this name");
+        ckpt_abort(w);
+        return -1;
+    }
+    w->path[0] = 0;
+    if (sync_folder(w->out, err) || ckpt_link(w->out, "latest", w->step, err)) return -1;
+    return replaced ? remove_path(old, err) : 0;
+}
+
+// Points OUT/best at the checkpoint of a step, which must be there.
+CKPT_FN int ckpt_mark_best(const char *out, int64_t step, Err *err) {
+    char path[CKPT_PATH];
+    if (step_path(path, out, "", step, "", err)) return -1;
+    if (!ckpt_complete(path))
+        return fail(
+            err, "%s: expected a complete checkpoint, found %s", shown(path), looks_like(path));
+    return ckpt_link(out, "best", step, err);
+}
+
+// The step that the link OUT/NAME (latest, best) stands for, -1 if there is none.
+CKPT_FN int64_t ckpt_linked(const char *out, const char *name) {
+    char path[CKPT_PATH], target[STEP_NAME];
+    Err ignored;
+    if (path_join(path, out, name, &ignored)) return -1;
+    ssize_t n = readlink(path, target, sizeof target - 1);
+    if (n < 0) return -1;
+    target[n] = 0;
+    return step_of(target);
+}
+
+// Deletes one checkpoint: first its name goes, then its files.
+CKPT_FN int ckpt_delete(const char *out, int64_t step, Err *err) {
+    char path[CKPT_PATH], gone[CKPT_PATH];
+    if (step_path(path, out, "", step, "", err) || step_path(gone, out, ".", step, ".del", err))
+        return -1;
+    if (remove_path(gone, err)) return -1;
+    if (rename(path, gone)) return fail_os(err, path, "cannot remove");
+    return remove_path(gone, err);
+}
+
+/* Deletes all but the `keep` newest checkpoints (0: keeps all) and those that best and latest stand
+   for. */
+CKPT_FN int ckpt_prune(const char *out, int keep, Err *err) {
+    int64_t *steps, best = ckpt_linked(out, "best"), latest = ckpt_linked(out, "latest");
+    int n, rc = 0;
+    if (keep <= 0) return 0;
+    if (ckpt_list(out, &steps, &n)) return fail_os(err, out, "cannot list the checkpoints");
+    for (int i = 0; i < n - keep && !rc; i++) {
+        if (steps[i] != best && steps[i] != latest) rc = ckpt_delete(out, steps[i], err);
+    }
+    free(steps);
+    return rc;
+}
+
+/* Deletes every checkpoint of OUT and its links, for --overwrite. Other files there are the
+   caller's. */
+CKPT_FN int ckpt_clear(const char *out, Err *err) {
+    int64_t *steps;
+    int n, rc = 0;
+    if (ckpt_list(out, &steps, &n)) return fail_os(err, out, "cannot list the checkpoints");
+    static const char *const links[] = {"latest", "best"};
+    for (int i = 0; i < 2 && !rc; i++) {
+        char path[CKPT_PATH];
+        rc = path_join(path, out, links[i], err);
+        if (!rc && ckpt_linked(out, links[i]) >= 0 && unlink(path))
+            rc = fail_os(err, path, "cannot remove");
+    }
+    for (int i = 0; i < n && !rc; i++) rc = ckpt_delete(out, steps[i], err);
+    free(steps);
+    return rc;
+}
+
+#endif

@@ -1,0 +1,577 @@
+/* gemm.h - matrix products and vector helpers for the CPU, with the same bits everywhere.
+ *
+ * This room knows nothing of the model: it multiplies matrices whose rows may be gathered through
+ * an index, and it holds the few vector functions (exp, log, sine, sums) that layers need.
+ *
+ * The promise: a result depends on its inputs alone. Threads, compiler, optimisation level, vector
+ * width and the rows beside an element change no bit of it. Four rules keep that promise:
+ *   1. An element of C has one accumulator per block of GEMM_KC values of k. It starts at 0, takes
+ *      its products in ascending k by fused multiply-add, and is then added to C, block by block.
+ *   2. A sum over a vector has LANES lanes, element i in lane i % LANES, then a fixed tree.
+ *   3. Fused multiply-adds are written vfma(). Compile with -ffp-contract=off and no fast-math,
+ *      so that the compiler fuses and reorders nothing of its own.
+ *   4. exp, log, sin and cos are our own; libm's differ from machine to machine.
+ *
+ * The parts, in order: vectors; elementary functions; sums; threads; then the product in the way of
+ * Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008): pack
+ * a block of B into panels that stay in cache, walk rows of A over them with a register kernel.
+ * Rows of A that are not transposed are read where they lie, so a gather costs nothing.
+ *
+ * Start reading at Gemm and gemm_tile; gemm_kernel is where the time goes. `real` is float, or
+ * double in the reference build (-Dreal=double). Everything is static; C11 and C++17, GNU dialect.
+ */
+#ifndef GEMM_H
+#define GEMM_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+#ifdef _OPENMP
+#include <omp.h>
+#define OMP(directive) _Pragma(#directive)
+#else
+#define OMP(directive)
+#endif
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#ifndef real
+#define real float
+#endif
+#define REAL_IS_float 0
+#define REAL_IS_double 1
+#define REAL_PASTE2(x) REAL_IS_##x
+#define REAL_PASTE(x) REAL_PASTE2(x)
+#define REAL_IS_DOUBLE REAL_PASTE(real)
+
+#define GEMM_FN static __attribute__((unused))
+#define UNROLL _Pragma("GCC unroll 32")
+#define GEMM_INLINE static inline __attribute__((always_inline, unused))
+
+// ---------------------------------------------------------------------------------- vectors
+
+// Bytes of a vector. Any value gives the same bits; one wider than the machine's own is for tests.
+#ifndef GEMM_VBYTES
+#if defined(__AVX512F__)
+#define GEMM_VBYTES 64
+#elif defined(__AVX2__) && defined(__FMA__)
+#define GEMM_VBYTES 32
+#else
+#define GEMM_VBYTES 16
+#endif
+#endif
+#if GEMM_VBYTES > 16 && defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wpsabi" // wide vectors pass between inlined functions only
+#endif
+
+#define LANES 16 // lanes of every sum: the widest vector of floats
+#define VL ((int)(GEMM_VBYTES / sizeof(real)))
+
+#if REAL_IS_DOUBLE
+typedef int64_t lane_int;
+#define X86(name) name##pd // intrinsics of `real`, and their types
+#define X86_TYPE(name) name##d
+#else
+typedef int32_t lane_int;
+#define X86(name) name##ps
+#define X86_TYPE(name) name
+#endif
+typedef real vreal __attribute__((vector_size(GEMM_VBYTES), aligned(sizeof(real)), may_alias));
+typedef lane_int vint __attribute__((vector_size(GEMM_VBYTES), aligned(sizeof(real)), may_alias));
+
+// The first min(left, VL) elements at p, zeros after them; nothing beyond them is read.
+GEMM_INLINE vreal vload(const real *p, int left) {
+    if (left >= VL) return *(const vreal *)p;
+    vreal v = {0};
+    if (left > 0) memcpy(&v, p, (size_t)left * sizeof(real));
+    return v;
+}
+
+// Stores the first min(left, VL) lanes of v at p.
+GEMM_INLINE void vstore(real *p, vreal v, int left) {
+    if (left >= VL) *(vreal *)p = v;
+    else if (left > 0) memcpy(p, &v, (size_t)left * sizeof(real));
+}
+
+// x in every lane. Subtracting +0 keeps every x, -0 too, and compiles to one broadcast.
+GEMM_INLINE vreal vset(real x) {
+    vreal zero = {0};
+    return x - zero;
+}
+
+// a * b + c with one rounding, in every lane: the only fused operation of the project.
+GEMM_INLINE vreal vfma(vreal a, vreal b, vreal c) {
+#if defined(__AVX512F__) && GEMM_VBYTES == 64
+    return (vreal)X86(_mm512_fmadd_)((X86_TYPE(__m512))a, (X86_TYPE(__m512))b, (X86_TYPE(__m512))c);
+#elif defined(__AVX2__) && defined(__FMA__) && GEMM_VBYTES >= 32
+    typedef real half __attribute__((vector_size(32), aligned(sizeof(real)), may_alias));
+    X86_TYPE(__m256) x, y, z;
+    for (int h = 0; h < GEMM_VBYTES; h += 32) { // once, or two halves
+        x = (X86_TYPE(__m256))*(const half *)((const char *)&a + h);
+        y = (X86_TYPE(__m256))*(const half *)((const char *)&b + h);
+        z = (X86_TYPE(__m256))*(const half *)((const char *)&c + h);
+        *(half *)((char *)&c + h) = (half)X86(_mm256_fmadd_)(x, y, z);
+    }
+    return c;
+#elif defined(__aarch64__) && GEMM_VBYTES == 16 && REAL_IS_DOUBLE
+    return (vreal)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#elif defined(__aarch64__) && GEMM_VBYTES == 16
+    return (vreal)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    for (int i = 0; i < VL; i++)
+        c[i] = REAL_IS_DOUBLE ? (real)fma(a[i], b[i], c[i])
+                              : (real)fmaf((float)a[i], (float)b[i], (float)c[i]);
+    return c;
+#endif
+}
+
+// yes where the mask is all ones, no where it is zero.
+GEMM_INLINE vreal vselect(vint mask, vreal yes, vreal no) {
+    return (vreal)((mask & (vint)yes) | (~mask & (vint)no));
+}
+
+// ---------------------------------------------------------------------- elementary functions
+// Doubles use + - * / and bit patterns only. Adding and subtracting 1.5 * 2^52 rounds a double to
+// the nearest integer, which is then found in the low bits of the sum: no conversion that an Inf or
+// NaN would make undefined. The series are Taylor's, cut where the next term is under 1e-17.
+
+#define ROUND_D 6755399441055744.0 // 1.5 * 2^52
+#define ROUND_F 12582912.0f        // 1.5 * 2^23
+#define LN2_HI 0x1.62e42fefap-1    // 38 bits of ln 2: times an exponent it is exact
+#define LN2_LO 0x1.cf79abc9e3b3ap-40
+
+GEMM_INLINE uint64_t bits_of(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+GEMM_INLINE double from_bits(uint64_t u) {
+    double x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+// ((c[0] x + c[1]) x + ...) + c[n - 1].
+GEMM_INLINE double horner(const double *c, int n, double x) {
+    double p = c[0];
+    UNROLL for (int i = 1; i < n; i++) p = p * x + c[i];
+    return p;
+}
+
+// e^x to about 1 ulp. -Inf gives 0, above 709.78 gives Inf, NaN stays NaN; subnormals are kept.
+GEMM_FN double exp_d(double x) {
+    if (x > 710) x = 710;
+    if (x < -746) x = -746;
+    double t = x * 1.4426950408889634 + ROUND_D, n = t - ROUND_D;
+    static const double c[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800,
+        1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5};
+    double r = (x - n * LN2_HI) - n * LN2_LO, p = horner(c, 12, r);
+    p = 1 + (r + r * r * p);
+    uint64_t e = bits_of(t) - bits_of(ROUND_D) + 2048; // n + 2048; 2^n in two factors of any n
+    uint64_t half = e / 2;
+    return p * from_bits((half - 1) << 52) * from_bits((e - half - 1) << 52);
+}
+
+// Natural logarithm to about 1 ulp. log 0 = -Inf, of a negative number NaN, of Inf Inf.
+// x = 2^k (1 + f) with 1 + f in [sqrt 1/2, sqrt 2); s = f / (2 + f), log(1 + f) = 2 atanh s, and
+// 2 s = f - s f leaves the large part exact.
+GEMM_FN double log_d(double x) {
+    if (!(x > 0)) return x == 0 ? -(double)INFINITY : (double)NAN;
+    if (x > 0x1.fffffffffffffp1023) return x;
+    int k = 0;
+    if (x < 0x1p-1022) x *= 0x1p54, k = -54;
+    uint64_t u = bits_of(x) - bits_of(0.70710678118654752); // its exponent field is k
+    k += (int)((int64_t)u >> 52);
+    double f = from_bits((u & 0xfffffffffffffu) + bits_of(0.70710678118654752)) - 1;
+    static const double c[] = {1.0 / 23, 1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11,
+                               1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3};
+    double s = f / (2 + f), z = s * s, p = horner(c, 11, z);
+    return k * LN2_HI + (f - (s * (f - 2 * z * p) - k * LN2_LO));
+}
+
+// sin(x + quarter * pi/2) to about 1e-15 absolute for |x| <= 1e6. Cody and Waite's reduction: pi/2
+// in three parts, the first two of 33 bits, so that their multiples up to 2^20 are exact.
+GEMM_FN double sin_quarter(double x, uint64_t quarter) {
+    double t = x * 0.6366197723675814 + ROUND_D, n = t - ROUND_D;
+    double r = ((x - n * 0x1.921fb544p+0) - n * 0x1.0b4611a6p-34) - n * 0x1.3198a2e037073p-69;
+    static const double cosine[] = {1.0 / 20922789888000, -1.0 / 87178291200, 1.0 / 479001600,
+        -1.0 / 3628800, 1.0 / 40320, -1.0 / 720, 1.0 / 24, -0.5};
+    static const double sine[] = {1.0 / 355687428096000, -1.0 / 1307674368000, 1.0 / 6227020800,
+        -1.0 / 39916800, 1.0 / 362880, -1.0 / 5040, 1.0 / 120, -1.0 / 6};
+    double z = r * r;
+    quarter += bits_of(t);
+    double y = quarter & 1 ? 1 + z * horner(cosine, 8, z) : r + r * z * horner(sine, 8, z);
+    return quarter & 2 ? -y : y;
+}
+
+// Sine and cosine of x radians; see sin_quarter for the range. Inf and NaN give NaN.
+GEMM_FN double sin_d(double x) { return sin_quarter(x, 0); }
+GEMM_FN double cos_d(double x) { return sin_quarter(x, 1); }
+
+// e^x in every lane, to 2 ulp. NaN stays NaN. In float, 0 below -87.33654 (no subnormals: they are
+// slow, and a softmax is full of them) and Inf above 88.72.
+GEMM_INLINE vreal vexp(vreal x) {
+#if REAL_IS_DOUBLE
+    for (int i = 0; i < VL; i++) x[i] = exp_d(x[i]);
+    return x;
+#else
+    vreal lo = vset(-87.33654f), hi = vset(89);
+    vreal y = vselect(x < lo, lo, vselect(x > hi, hi, x)); // comparisons let a NaN through
+    vreal t = vfma(y, vset(1.44269504f), vset(ROUND_F)), n = t - ROUND_F;
+    vreal r = vfma(n, vset(-0.693115234375f), y); // ln 2 in two parts, the first of 14 bits
+    r = vfma(n, vset(-3.19461849e-5f), r);
+    static const float c[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
+    vreal p = vset(1.0f / 5040);
+    UNROLL for (int i = 0; i < 7; i++) p = vfma(p, r, vset(c[i]));
+    vint e = (vint)t & 0x1ff; // n modulo 512; 2^n in two factors, as n = 128 has none in one
+    e = ((e ^ 0x100) - 0x100) + 254;
+    vint half = e >> 1;
+    p = p * (vreal)(half << 23) * (vreal)((e - half) << 23);
+    return vselect(x < lo, vset(0), p);
+#endif
+}
+
+// e^x with the bits of a lane of vexp.
+GEMM_FN real exp_real(real x) { return vexp(vset(x))[0]; }
+
+// Natural logarithm, rounded from log_d.
+GEMM_FN real log_real(real x) { return (real)log_d((double)x); }
+
+// ---------------------------------------------------------------------------- sums in lanes
+
+// The lanes' sum: lane i takes lane i + 8, then i + 4, i + 2, i + 1.
+GEMM_INLINE real lanes_sum(const vreal *acc) {
+    real s[LANES];
+    memcpy(s, acc, sizeof s);
+    for (int h = LANES / 2; h > 0; h /= 2)
+        for (int i = 0; i < h; i++) s[i] += s[i + h];
+    return s[0];
+}
+
+// sum over i < n of a[i] * b[i]: each lane one chain of fused multiply-adds.
+GEMM_FN real dot(const real *a, const real *b, int n) {
+    vreal acc[LANES * sizeof(real) / GEMM_VBYTES];
+    memset(acc, 0, sizeof acc);
+    for (int i = 0; i < n; i += LANES)
+        for (int v = 0; v < LANES / VL; v++) {
+            int j = i + v * VL;
+            acc[v] = vfma(vload(a + j, n - j), vload(b + j, n - j), acc[v]);
+        }
+    return lanes_sum(acc);
+}
+
+// sum over i < n of x[i].
+GEMM_FN real sum(const real *x, int n) {
+    vreal acc[LANES * sizeof(real) / GEMM_VBYTES];
+    memset(acc, 0, sizeof acc);
+    for (int i = 0; i < n; i += LANES)
+        for (int v = 0; v < LANES / VL; v++) acc[v] += vload(x + i + v * VL, n - i - v * VL);
+    return lanes_sum(acc);
+}
+
+// The largest of x[0..n), NaN if any of them is NaN, -Inf if n is 0.
+GEMM_FN real max_of(const real *x, int n) {
+    real lane[LANES], best = -(real)INFINITY;
+    for (int l = 0; l < LANES; l++) lane[l] = best;
+    int i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l += VL) {
+            vreal v = *(const vreal *)(x + i + l), m = *(vreal *)(lane + l);
+            *(vreal *)(lane + l) = vselect((v > m) | (v != v), v, m);
+        }
+    for (int l = 0; i + l < n; l++)
+        if (x[i + l] > lane[l] || x[i + l] != x[i + l]) lane[l] = x[i + l];
+    for (int l = 0; l < LANES; l++)
+        if (lane[l] > best || lane[l] != lane[l]) best = lane[l];
+    return best;
+}
+
+// ---------------------------------------------------------------------------------- threads
+
+// Threads that a parallel region will have; 1 without OpenMP.
+GEMM_FN int thread_max(void) {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+// This thread's number in its parallel region, from 0.
+GEMM_FN int thread_id(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+// --------------------------------------------------------------------------- matrix products
+
+// One side of a product. Row x of the stored matrix is p + row(x) * ld, row(x) = idx ? idx[x] : x.
+typedef struct {
+    const real *p;
+    size_t ld;      // reals from one stored row to the next
+    const int *idx; // row gather, or NULL
+    int trans;      // A: stored (k, m) rather than (m, k). B: stored (n, k), not (k, n), no idx
+} Operand;
+
+// C(i, j) = sum over k of A(i, k) B(k, j), or C += that sum: C is (m, n), at c[i * ldc + j].
+// A(i, k) = a.p[row(i) * ld + k], transposed a.p[row(k) * ld + i];
+// B(k, j) = b.p[row(k) * ld + j], transposed b.p[j * ld + k]. Sizes may be 0.
+typedef struct {
+    Operand a, b;
+    real *c;
+    size_t ldc;
+    int m, n, k;
+    int accumulate; // C += rather than C =
+} Gemm;
+
+// The kernel's tile of C: GEMM_MR rows of GEMM_NV vectors, accumulated in registers. 6 x 2 fill 15
+// of 16 registers (with two vectors of B and one of A); 6 x 4 fill 29 of 32 (AVX-512, NEON).
+#define GEMM_MR 6
+#if GEMM_VBYTES == 32
+#define GEMM_NV 2
+#else
+#define GEMM_NV 4
+#endif
+#define GEMM_NR (GEMM_NV * VL)
+#define GEMM_KC 256              // values of k in a block: part of the promise, never tuned
+#define GEMM_NC 384              // columns packed at a time, at most: 384 KiB in the L2 cache
+#define GEMM_MA (8 * GEMM_MR)    // rows of a transposed A packed at a time
+#define GEMM_SPLIT_COLS 128      // columns and rows that a tile keeps when products are split for
+#define GEMM_SPLIT_ROWS 96       // more threads; below them packing outweighs the balance
+#define GEMM_TILES 4             // tiles for each thread, so that the last ones end together
+#define GEMM_ALONE (64 * 64 * 64) // multiply-adds under which a second thread is not worth waking
+
+// Scratch of one thread, in bytes: packed B, then packed A. Align it to 64 bytes.
+GEMM_FN size_t gemm_serial_bytes(void) {
+    return (size_t)GEMM_KC * (GEMM_NC + GEMM_MA) * sizeof(real);
+}
+
+// Scratch of gemm_grouped on up to `threads` threads, in bytes. Align it to 64 bytes.
+GEMM_FN size_t gemm_scratch_bytes(int threads) { return (size_t)threads * gemm_serial_bytes(); }
+
+GEMM_INLINE size_t gemm_row(const Operand *o, int x) { return (size_t)(o->idx ? o->idx[x] : x); }
+
+// Packs rows k0.. and columns j0.. of B, (k, cols), as panels (cols / NR, k, NR), zero at the edge.
+static void gemm_pack_b(real *out, const Operand *b, int k0, int k, int j0, int cols) {
+    typedef real quad __attribute__((vector_size(4 * sizeof(real)), aligned(sizeof(real)),
+                                     may_alias));
+    for (int j = 0; j < cols; j += GEMM_NR, out += (size_t)k * GEMM_NR) {
+        int width = cols - j < GEMM_NR ? cols - j : GEMM_NR;
+        if (!b->trans) {
+            for (int x = 0; x < k; x++) {
+                const real *src = b->p + gemm_row(b, k0 + x) * b->ld + (size_t)(j0 + j);
+                for (int v = 0; v < GEMM_NV; v++)
+                    vstore(out + x * GEMM_NR + v * VL, vload(src + v * VL, width - v * VL), VL);
+            }
+            continue;
+        }
+        for (int y = 0; y < GEMM_NR; y += 4) { // four stored rows become four columns of the panel
+            const real *src = b->p + (size_t)(j0 + j + y) * b->ld + (size_t)k0;
+            real *dst = out + y;
+            int x = 0;
+            for (; y + 4 <= width && x + 4 <= k; x += 4) {
+                quad r0 = *(const quad *)(src + x), r1 = *(const quad *)(src + b->ld + x);
+                quad r2 = *(const quad *)(src + 2 * b->ld + x);
+                quad r3 = *(const quad *)(src + 3 * b->ld + x);
+                quad lo01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5);
+                quad hi01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
+                quad lo23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5);
+                quad hi23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
+                real *d = dst + x * GEMM_NR;
+                *(quad *)d = __builtin_shufflevector(lo01, lo23, 0, 1, 4, 5);
+                *(quad *)(d + GEMM_NR) = __builtin_shufflevector(lo01, lo23, 2, 3, 6, 7);
+                *(quad *)(d + 2 * GEMM_NR) = __builtin_shufflevector(hi01, hi23, 0, 1, 4, 5);
+                *(quad *)(d + 3 * GEMM_NR) = __builtin_shufflevector(hi01, hi23, 2, 3, 6, 7);
+            }
+            for (; x < k; x++)
+                for (int l = 0; l < 4; l++)
+                    dst[x * GEMM_NR + l] = y + l < width ? src[(size_t)l * b->ld + (size_t)x] : 0;
+        }
+    }
+}
+
+// Packs k values of rows i0.. of a transposed A as strips (rows / MR, k, MR), zeros at the edge.
+static void gemm_pack_a(real *out, const Operand *a, int k0, int k, int i0, int rows) {
+    for (int x = 0; x < k; x++) {
+        const real *src = a->p + gemm_row(a, k0 + x) * a->ld + (size_t)i0;
+        for (int i = 0; i < rows; i += GEMM_MR) {
+            real *dst = out + (size_t)i * (size_t)k + (size_t)x * GEMM_MR;
+            if (rows - i >= GEMM_MR) memcpy(dst, src + i, GEMM_MR * sizeof(real));
+            else
+                for (int l = 0; l < GEMM_MR; l++) dst[l] = i + l < rows ? src[i + l] : 0;
+        }
+    }
+}
+
+// C (MR, NR) = or += a (MR, k) times the packed panel b (k, NR), one block of k. a[i] points at row
+// i, its values `step` apart. `first`: C is written without being read.
+static __attribute__((noinline)) void gemm_kernel(const real *const *a, size_t step, const real *b,
+                                                  int k, real *c, size_t ldc, int first) {
+    const real *a0 = a[0], *a1 = a[1], *a2 = a[2], *a3 = a[3], *a4 = a[4], *a5 = a[5];
+    vreal acc[GEMM_MR][GEMM_NV], bv[GEMM_NV], zero = {0};
+    UNROLL for (int i = 0; i < GEMM_MR; i++)
+        UNROLL for (int v = 0; v < GEMM_NV; v++) acc[i][v] = zero;
+    for (size_t x = 0; k > 0; k--, x += step, b += GEMM_NR) {
+        __asm__("" : "+r"(step)); // else gcc clones the loop for step 1 and spills acc in both
+        const real av[GEMM_MR] = {a0[x], a1[x], a2[x], a3[x], a4[x], a5[x]};
+        UNROLL for (int v = 0; v < GEMM_NV; v++) bv[v] = *(const vreal *)(b + v * VL);
+        UNROLL for (int i = 0; i < GEMM_MR; i++)
+            UNROLL for (int v = 0; v < GEMM_NV; v++)
+                acc[i][v] = vfma(vset(av[i]), bv[v], acc[i][v]);
+    }
+    UNROLL for (int i = 0; i < GEMM_MR && !first; i++)
+        UNROLL for (int v = 0; v < GEMM_NV; v++)
+            acc[i][v] = *(const vreal *)(c + (size_t)i * ldc + v * VL) + acc[i][v];
+    UNROLL for (int i = 0; i < GEMM_MR; i++)
+        UNROLL for (int v = 0; v < GEMM_NV; v++)
+            *(vreal *)(c + (size_t)i * ldc + v * VL) = acc[i][v];
+}
+
+// The kernel for a tile of C at the edge, (rows, cols) of it inside: by way of a whole tile.
+static void gemm_edge(const real *const *a, size_t step, const real *b, int k, real *c, size_t ldc,
+                      int rows, int cols, int first) {
+    real tile[GEMM_MR * GEMM_NR];
+    gemm_kernel(a, step, b, k, tile, GEMM_NR, 1);
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols; j++) {
+            real *out = c + (size_t)i * ldc + j, value = tile[i * GEMM_NR + j];
+            *out = first ? value : *out + value;
+        }
+}
+
+// Rows i0..i1 and columns j0..j1 (at most GEMM_NC) of one product, by this thread.
+static void gemm_tile(const Gemm *g, int i0, int i1, int j0, int j1, real *scratch) {
+    real *bp = scratch, *ap = scratch + (size_t)GEMM_KC * GEMM_NC;
+    size_t step = g->a.trans ? GEMM_MR : 1;
+    if (g->k <= 0 && !g->accumulate)
+        for (int i = i0; i < i1; i++)
+            memset(g->c + (size_t)i * g->ldc + (size_t)j0, 0, (size_t)(j1 - j0) * sizeof(real));
+    for (int k0 = 0; k0 < g->k; k0 += GEMM_KC) {
+        int k = g->k - k0 < GEMM_KC ? g->k - k0 : GEMM_KC, first = k0 == 0 && !g->accumulate;
+        gemm_pack_b(bp, &g->b, k0, k, j0, j1 - j0);
+        for (int i = i0; i < i1; i += GEMM_MR) {
+            const real *a[GEMM_MR];
+            int rows = i1 - i < GEMM_MR ? i1 - i : GEMM_MR, in = (i - i0) % GEMM_MA;
+            if (g->a.trans && in == 0)
+                gemm_pack_a(ap, &g->a, k0, k, i, i1 - i < GEMM_MA ? i1 - i : GEMM_MA);
+            for (int r = 0; r < GEMM_MR; r++) // a row past the edge repeats the last, unstored
+                a[r] = g->a.trans ? ap + (size_t)in * (size_t)k + r
+                     : g->a.p + gemm_row(&g->a, i + (r < rows ? r : rows - 1)) * g->a.ld + k0;
+            for (int j = j0; j < j1; j += GEMM_NR) {
+                const real *b = bp + (size_t)(j - j0) * (size_t)k;
+                real *c = g->c + (size_t)i * g->ldc + (size_t)j;
+                int cols = j1 - j < GEMM_NR ? j1 - j : GEMM_NR;
+                if (rows == GEMM_MR && cols == GEMM_NR)
+                    gemm_kernel(a, step, b, k, c, g->ldc, first);
+                else gemm_edge(a, step, b, k, c, g->ldc, rows, cols, first);
+            }
+        }
+    }
+}
+
+// One product by the calling thread alone, inside a parallel region or not. scratch: as large as
+// gemm_serial_bytes(), this thread's own.
+GEMM_FN void gemm_serial(const Gemm *g, void *scratch) {
+    if (g->m <= 0) return;
+    for (int j = 0; j < g->n; j += GEMM_NC)
+        gemm_tile(g, 0, g->m, j, g->n - j < GEMM_NC ? g->n : j + GEMM_NC, (real *)scratch);
+}
+
+// Multiply-adds of a product.
+static double gemm_work(const Gemm *g) { return (double)g->m * g->n * g->k; }
+
+// How a product is cut: its tiles are `rows` by `cols`, `down` of them by `across`.
+typedef struct { int rows, cols, down, across; } Tiling;
+
+static int gemm_cut(int size, int parts, int unit) { // size of a part, a multiple of unit
+    int part = (size + parts - 1) / parts;
+    return (part + unit - 1) / unit * unit;
+}
+
+// Cuts g into about `share` tiles: along n first, which packs nothing twice, then along m.
+static Tiling gemm_tiling(const Gemm *g, int share) {
+    Tiling t = {0, 0, 0, 0};
+    if (g->m <= 0 || g->n <= 0) return t;
+    int most = g->n / GEMM_SPLIT_COLS, least = (g->n + GEMM_NC - 1) / GEMM_NC;
+    int across = share < most ? share : most;
+    t.cols = gemm_cut(g->n, across > least ? across : least, GEMM_NR);
+    t.across = (g->n + t.cols - 1) / t.cols;
+    int down = (share + t.across - 1) / t.across;
+    most = g->m / GEMM_SPLIT_ROWS;
+    if (down > most) down = most;
+    t.rows = gemm_cut(g->m, down > 1 ? down : 1, GEMM_MR);
+    t.down = (g->m + t.rows - 1) / t.rows;
+    return t;
+}
+
+// All products of list[0..count), by all threads: their tiles are dealt to whoever is free. The
+// outputs must not overlap. Called from serial code; scratch: gemm_scratch_bytes(thread_max()).
+GEMM_FN void gemm_grouped(const Gemm *list, int count, void *scratch) {
+    double work = 0;
+    for (int i = 0; i < count; i++) work += gemm_work(&list[i]);
+    int threads = work < GEMM_ALONE ? 1 : thread_max(), next = 0;
+    double wanted = threads > 1 ? GEMM_TILES * threads / work : 0; // tiles for each multiply-add
+    OMP(omp parallel num_threads(threads) if (threads > 1))
+    {
+        real *mine = (real *)((char *)scratch + (size_t)thread_id() * gemm_serial_bytes());
+        int i = -1, before = 0, here = 0; // tiles before list[i] and of it; next only grows
+        Tiling t = {0, 0, 0, 0};
+        for (;;) {
+            int tile;
+    OMP(omp atomic capture)
+            tile = next++;
+            while (tile >= before + here && ++i < count) {
+                before += here;
+                t = gemm_tiling(&list[i], 1 + (int)(wanted * gemm_work(&list[i])));
+                here = t.down * t.across;
+            }
+            if (i >= count) break;
+            const Gemm *g = &list[i];
+            int i0 = (tile - before) % t.down * t.rows, j0 = (tile - before) / t.down * t.cols;
+            gemm_tile(g, i0, i0 + t.rows < g->m ? i0 + t.rows : g->m,
+                      j0, j0 + t.cols < g->n ? j0 + t.cols : g->n, mine);
+        }
+    }
+}
+
+// Peak speed of this machine in GFLOP/s of `real`, measured: every thread runs independent chains
+// of vfma in registers, as many as the kernel has, for `seconds`.
+GEMM_FN double fma_peak(int threads, double seconds) {
+    double total = 0;
+    (void)threads;
+    OMP(omp parallel num_threads(threads) reduction(+ : total))
+    {
+        volatile real source = (real)0.5, sink; // values that the compiler cannot foresee
+        vreal scale = vset(source), acc[GEMM_MR * GEMM_NV];
+        for (int i = 0; i < GEMM_MR * GEMM_NV; i++) acc[i] = vset(source + (real)i);
+        struct timespec begin, now;
+        double flop = 0, elapsed = 0;
+        timespec_get(&begin, TIME_UTC);
+        while (elapsed < seconds) {
+            vreal x[GEMM_MR * GEMM_NV];
+            memcpy(x, acc, sizeof x);
+            for (int k = 0; k < 100000; k++)
+                UNROLL for (int i = 0; i < GEMM_MR * GEMM_NV; i++) x[i] = vfma(x[i], scale, scale);
+            memcpy(acc, x, sizeof x);
+            flop += 2.0 * 100000 * GEMM_MR * GEMM_NR;
+            timespec_get(&now, TIME_UTC);
+            elapsed = (double)(now.tv_sec - begin.tv_sec);
+            elapsed += 1e-9 * (double)(now.tv_nsec - begin.tv_nsec);
+        }
+        for (int i = 0; i < GEMM_MR * GEMM_NV; i++) sink = acc[i][0];
+        (void)sink;
+        total += 1e-9 * flop / elapsed;
+    }
+    return total;
+}
+
+#endif
