@@ -50,12 +50,14 @@
 #define CKPT_FN __attribute__((unused)) static
 
 enum {
-    CKPT_PATH = 4096,     // longest path, with its final 0
-    SAFE_RANK = 8,        // most dimensions of a tensor
-    JSON_LIMIT = 64 << 20 // largest JSON file, bytes; the largest real ones are tokenizers of 20 MB
+    CKPT_PATH = 4096, // longest path, with its final 0
+    SAFE_RANK = 8,    // most dimensions of a tensor
+    JSON_LIMIT =
+        64 << 20,         // largest JSON file, bytes; the largest real ones are tokenizers of 20 MB
+    JSON_VALUES = 4 << 20 // most values in one: ten for each of 400,000 tensors
 };
 #define SAFE_HEADER_LIMIT    ((uint64_t)100000000) // as in the reference implementation
-#define CONFIG_EXPERTS_LIMIT (1 << 18) // experts of all layers: more cannot be named in a header
+#define CONFIG_EXPERTS_LIMIT (1 << 17) // experts of all layers: more cannot be named in a header
 
 // -------------------------------------------------------------------------------------------------
 // what a file looks like
@@ -255,6 +257,17 @@ CKPT_FN int json_write(const char *folder, const char *name, const json_t *j, Er
     return rc;
 }
 
+/* Parses JSON, no key twice. A value costs the parser about 100 bytes of memory, however short its
+   text is, so their number is bounded first, by the separators before them. */
+CKPT_FN json_t *json_parse(const char *text, size_t n, json_error_t *e) {
+    size_t values = 0;
+    for (size_t i = 0; i < n; i++) values += text[i] == ',' || text[i] == ':';
+    if (values <= JSON_VALUES) return json_loadb(text, n, JSON_REJECT_DUPLICATES, e);
+    memset(e, 0, sizeof *e);
+    snprintf(e->text, sizeof e->text, "more than %d values", JSON_VALUES);
+    return NULL;
+}
+
 /* Reads a JSON file: an object or an array, no key twice. NULL after fail(). The caller
    json_decref()s it. */
 CKPT_FN json_t *json_read(const char *path, Err *err) {
@@ -283,7 +296,7 @@ CKPT_FN json_t *json_read(const char *path, Err *err) {
         json_error_t e;
         if (k < 0) {
             fail_os(err, path, "cannot read");
-        } else if (!(j = json_loadb(text, n, JSON_REJECT_DUPLICATES, &e))) {
+        } else if (!(j = json_parse(text, n, &e))) {
             fail(err, "%s: expected JSON, found at line %d: %s; the file looks like %s",
                 shown(path), e.line, shown(e.text), looks_like(path));
         }
@@ -517,8 +530,7 @@ CKPT_FN int safe_open(SafeFile *f, const char *path, Err *err) {
                 ours ? ": fetch it again" : "");
         } else {
             json_error_t e;
-            json_t *root =
-                json_loadb((const char *)f->map + 8, (size_t)header, JSON_REJECT_DUPLICATES, &e);
+            json_t *root = json_parse((const char *)f->map + 8, (size_t)header, &e);
             if (!root)
                 rc = fail(err, "%s: expected JSON in the safetensors header, found at byte %d: %s",
                     shown(path), e.position, shown(e.text));
@@ -1247,7 +1259,7 @@ CKPT_FN int64_t step_of(const char *name) {
     return strcmp(again, name) ? -1 : step;
 }
 
-// Makes a folder and those above it.
+// Makes a folder and those above it; new names are brought to disk, as far as the system lets us.
 CKPT_FN int make_folders(const char *path, Err *err) {
     char part[CKPT_PATH];
     size_t n = strlen(path);
@@ -1257,8 +1269,14 @@ CKPT_FN int make_folders(const char *path, Err *err) {
         if (i < n && path[i] != '/') continue;
         memcpy(part, path, i);
         part[i] = 0;
-        if (mkdir(part, 0777) && errno != EEXIST && errno != EISDIR)
+        if (mkdir(part, 0777)) {
+            if (errno == EEXIST || errno == EISDIR) continue;
             return fail_os(err, part, "cannot make this folder");
+        }
+        Err ignored;
+        char *name = strrchr(part, '/');
+        if (name) name[name == part] = 0;
+        sync_folder(name ? part : ".", &ignored);
     }
     struct stat st;
     if (!stat(path, &st) && S_ISDIR(st.st_mode)) return 0;

@@ -511,22 +511,29 @@ static double median(double *x, int n) {
     return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
 }
 
-// GFLOP/s of one product of n^3 on the threads that are set
-static double product_rate(int n, int runs) {
-    double rate[32];
-    float *a = malloc((size_t)3 * n * n * sizeof *a);
-    void *scratch = NULL;
-    if (!a || posix_memalign(&scratch, ARENA_ALIGN, gemm_scratch_bytes(thread_max()))) die(RUN_ERROR, "no memory for bench");
-    for (size_t i = 0; i < (size_t)3 * n * n; i++) a[i] = (float)counter_uniform(1, 2, i) - 0.5f;
-    Gemm g = {{a, n, NULL, 0}, {a + (size_t)n * n, n, NULL, 1}, a + (size_t)2 * n * n, n, n, n, n, 0};
-    gemm_grouped(&g, 1, scratch);
+// GFLOP/s of one product of n^3
+static double product_rate(const Backend *b, int n, int runs) {
+    double rate[32], row[1024];
+    const size_t size = (size_t)n * n * b->param_size;
+    char *a = b->alloc(3 * size);
+    const Config c = {1, n, 1, n, 1, 1, 2, 1, 1, n, 0, 0, n, QK_NORM_NONE, ROUTER_SOFTMAX, 0, 0, 1e4, 1e-6};
+    const ScratchShape shape = {1, n, n, n, 0};
+    void *scratch = b->alloc(b->scratch_bytes(&c, &shape));
+    if (!a || !scratch) die(RUN_ERROR, "no memory for bench");
+    for (size_t i = 0; i < 2 * (size_t)n * n; i += n) {
+        for (int j = 0; j < n; j++) row[j] = counter_uniform(1, 2, i + j) - 0.5;
+        host_to(b, b->param_type, a + i * b->param_size, row, n);
+    }
+    const Mat w = {a + size, b->param_type, NULL, 1, n, n, n, 0};
+    b->linear_forward(a + 2 * size, a, w, n, scratch);
     for (int i = 0; i < runs; i++) {
         const double t = now_s();
-        gemm_grouped(&g, 1, scratch);
+        b->linear_forward(a + 2 * size, a, w, n, scratch);
+        b->sync();
         rate[i] = 2.0 * n * n * n / (now_s() - t) / 1e9;
     }
-    free(a);
-    free(scratch);
+    b->release(a);
+    b->release(scratch);
     return median(rate, runs);
 }
 
@@ -548,7 +555,7 @@ static void command_bench(Options *o) {
     model_build(&m, &o->c, backend_of(o), shape, NULL);
     model_init(&m, 1);
     count_parameters(&m.table, &m.c, &total, &active);
-    const double peak = fma_peak(threads, 0.3), product = product_rate(1024, PRODUCTS);
+    const double peak = m.b->peak(0.3), product = product_rate(m.b, 1024, PRODUCTS);
     printf("peak         %.1f GFLOP/s (independent fp32 multiply-adds, %d threads)\n", peak, threads);
     printf("product      %.1f GFLOP/s, %.1f%% of the peak (1024^3)\n", product, 100 * product / peak);
     const size_t N = (size_t)o->batch * o->c.seq_len;
@@ -567,7 +574,7 @@ static void command_bench(Options *o) {
         m.b->sync();
         if (s < 0) continue;
         rate[s] = (double)N / (now_s() - t);
-        peaks[s] = fma_peak(threads, 0.2);
+        peaks[s] = m.b->peak(0.2);
         share[s] = 6 * active * rate[s] / 1e9 / peaks[s];
     }
     free(x);

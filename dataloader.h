@@ -269,8 +269,7 @@ DATA_FN int data_by_inode(const void *a, const void *b) {
 
 /* Adds what one --input or --val names, in byte order of the paths. A name that exists is taken as
    it is, even if it has a * in it; only then is it a pattern. */
-DATA_FN int data_add_input(Data *d, const char *input, int for_val, Err *err) {
-    const char *flag = for_val ? "--val" : "--input";
+DATA_FN int data_add_input(Data *d, const char *input, int for_val, const char *flag, Err *err) {
     const int before = d->n_files;
     struct stat st;
     int rc = 0;
@@ -417,10 +416,10 @@ DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
     const char *const *vals, int n_vals, double val_fraction, Encode enc, void *enc_ctx, Err *err) {
     const uint64_t T = (uint64_t)d->T;
     for (int i = 0; i < n_inputs; i++) {
-        if (data_add_input(d, inputs[i], 0, err)) return -1;
+        if (data_add_input(d, inputs[i], 0, "--input", err)) return -1;
     }
     for (int i = 0; i < n_vals; i++) {
-        if (data_add_input(d, vals[i], 1, err)) return -1;
+        if (data_add_input(d, vals[i], 1, n_inputs ? "--val" : "--input", err)) return -1;
     }
     if (data_drop_duplicates(d, err)) return -1;
     d->train = (DataPart *)calloc((size_t)d->n_files, sizeof *d->train);
@@ -473,7 +472,7 @@ DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
             f->map = NULL;
         }
     }
-    if (!d->n_train) {
+    if (!d->n_train && n_inputs) {
         char held[96] = "", advice[96] = "give more text";
         if (held_out) {
             snprintf(held, sizeof held, " (%llu bytes are held out, see --val-fraction)",
@@ -499,17 +498,17 @@ DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
 }
 
 /* Opens the texts. inputs, vals: files, folders, patterns; n_vals = 0: the last val_fraction of
-   every input is the validation text. T: targets in a row. enc NULL: bytes. Warnings go to stderr.
-   After a failure there is nothing to close. d->val_tokens = 0 is no failure: there is nothing to
-   validate on, and the caller says so. */
+   every input is the validation text; n_inputs = 0: there are validation rows only. T: targets in a
+   row. enc NULL: bytes. Warnings go to stderr. After a failure there is nothing to close.
+   d->val_tokens = 0 is no failure: there is nothing to validate on, and the caller says so. */
 DATA_FN int data_open(Data *d, const char *const *inputs, int n_inputs, const char *const *vals,
     int n_vals, double val_fraction, int T, uint64_t seed, Encode enc, void *enc_ctx, Err *err) {
     memset(d, 0, sizeof *d);
     d->T = T;
     d->seed = seed;
     int rc = 0;
-    if (n_inputs < 1)
-        rc = fail(err, "no text to train on: --input PATH names a file, a folder or a pattern");
+    if (n_inputs < 1 && n_vals < 1)
+        rc = fail(err, "no text: --input PATH names a file, a folder or a pattern");
     else if (T < 1 || T >= 1 << 30)
         rc = fail(err, "--seq %d: expected 1 to %d", T, (1 << 30) - 1);
     else if (!(val_fraction >= 0 && val_fraction < 1))

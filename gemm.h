@@ -428,9 +428,10 @@ static __attribute__((noinline)) void gemm_kernel(const real *const *a, size_t s
             UNROLL for (int v = 0; v < GEMM_NV; v++)
                 acc[i][v] = vfma(vset(av[i]), bv[v], acc[i][v]);
     }
-    UNROLL for (int i = 0; i < GEMM_MR && !first; i++)
-        UNROLL for (int v = 0; v < GEMM_NV; v++)
-            acc[i][v] = *(const vreal *)(c + (size_t)i * ldc + v * VL) + acc[i][v];
+    if (!first)
+        UNROLL for (int i = 0; i < GEMM_MR; i++)
+            UNROLL for (int v = 0; v < GEMM_NV; v++)
+                acc[i][v] = *(const vreal *)(c + (size_t)i * ldc + v * VL) + acc[i][v];
     UNROLL for (int i = 0; i < GEMM_MR; i++)
         UNROLL for (int v = 0; v < GEMM_NV; v++)
             *(vreal *)(c + (size_t)i * ldc + v * VL) = acc[i][v];

@@ -102,6 +102,17 @@ typedef struct Model {
     int reuse_routing;       // tests: take the choice of experts in topk as given
 } Model;
 
+#ifdef MOE_DISPATCH
+// A portable x86-64 program holds the CPU backend once for each instruction set; they give the same bits.
+extern const Backend *backend_base(void), *backend_avx2(void), *backend_avx512(void);
+const Backend *backend_cpu(void) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bw"))
+        return backend_avx512();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? backend_avx2() : backend_base();
+}
+#endif
+
 // ---------------------------------------------------------------------------------------------------------
 // memory
 

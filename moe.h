@@ -379,6 +379,8 @@ typedef struct Backend {
     void (*to_host)(void *dst, const void *src, size_t bytes);
     void (*zero)(void *p, size_t bytes);
     void (*sync)(void);
+    // measured GFLOP/s of independent multiply-adds in param_type, on all threads: what `share of peak` means
+    double (*peak)(double seconds);
     // bytes of scratch that the hungriest operation needs for this model and shape (each declares its own)
     size_t (*scratch_bytes)(const Config *c, const ScratchShape *s);
     // called after the optimiser wrote the parameters: rebuild whatever copies the backend keeps. NULL: none

@@ -38,6 +38,9 @@ enum {
     COLUMNS = 32        // columns that one task of a column sum owns
 };
 
+// Whether a loop of so many elementary steps is worth waking the other threads (some microseconds).
+static inline int worth(size_t steps) { return steps > 50000; }
+
 static inline int min_int(int a, int b) { return a < b ? a : b; }
 static inline int max_int(int a, int b) { return a > b ? a : b; }
 static inline int blocks_of(int n, int size) { return (n + size - 1) / size; }
@@ -66,7 +69,7 @@ static void embedding_forward(act_t *out_, const int *tokens, Mat wte, int N) {
     real *out = out_;
     const real *w = wte.data;
     const size_t C = wte.cols;
-#pragma omp parallel for
+#pragma omp parallel for if (worth(N * C))
     for (int n = 0; n < N; n++) memcpy(out + n * C, w + tokens[n] * wte.ld, C * sizeof(real));
 }
 
@@ -75,7 +78,7 @@ static void embedding_backward(grad_t *dwte_, const act_t *dout_, const int *tok
     real *dwte = dwte_;
     const real *dout = dout_;
     (void)V;
-#pragma omp parallel for
+#pragma omp parallel for if (worth((size_t)N * C))
     for (int c0 = 0; c0 < C; c0 += COLUMNS) {
         int c1 = min_int(c0 + COLUMNS, C);
         for (int n = 0; n < N; n++) {
@@ -99,7 +102,7 @@ static void rmsnorm_forward(act_t *out_, stat_t *rstd_, const act_t *inp_, const
                             double eps) {
     real *out = out_, *rstd = rstd_;
     const real *inp = inp_;
-#pragma omp parallel for
+#pragma omp parallel for if (worth((size_t)N * C))
     for (int n = 0; n < N; n++) rstd[n] = norm_row(out + (size_t)n * C, inp + (size_t)n * C, weight, C, eps);
 }
 
@@ -107,7 +110,7 @@ static void residual_rmsnorm_forward(act_t *sum_, act_t *out_, stat_t *rstd_, co
                                      const act_t *branch_, const param_t *weight, int N, int C, double eps) {
     real *sums = sum_, *out = out_, *rstd = rstd_;
     const real *inp = inp_, *branch = branch_;
-#pragma omp parallel for
+#pragma omp parallel for if (worth((size_t)N * C))
     for (int n = 0; n < N; n++) {
         const size_t at = (size_t)n * C;
         for (int c = 0; c < C; c++) sums[at + c] = inp[at + c] + branch[at + c];
@@ -120,14 +123,14 @@ static void rmsnorm_backward(act_t *dinp_, grad_t *dweight_, const act_t *dout_,
                              const stat_t *rstd_, const param_t *weight_, int N, int C) {
     real *dinp = dinp_, *dweight = dweight_;
     const real *dout = dout_, *inp = inp_, *rstd = rstd_, *weight = weight_;
-#pragma omp parallel for
+#pragma omp parallel for if (worth((size_t)N * C))
     for (int n = 0; n < N; n++) {
         real *dx = dinp + (size_t)n * C;
         const real *d = dout + (size_t)n * C, *x = inp + (size_t)n * C, r = rstd[n];
         real mean = dot3(d, weight, x, C) * r / C;
         for (int c = 0; c < C; c++) dx[c] += r * (d[c] * weight[c] - x[c] * r * mean);
     }
-#pragma omp parallel for
+#pragma omp parallel for if (worth((size_t)N * C))
     for (int c0 = 0; c0 < C; c0 += COLUMNS) {
         int c1 = min_int(c0 + COLUMNS, C);
         for (int n0 = 0; n0 < N; n0 += ROW_BLOCK) {
@@ -143,7 +146,7 @@ static void rmsnorm_backward(act_t *dinp_, grad_t *dweight_, const act_t *dout_,
 static void add(act_t *out_, const act_t *a_, const act_t *b_, size_t count) {
     real *out = out_;
     const real *a = a_, *b = b_;
-#pragma omp parallel for
+#pragma omp parallel for if (worth(count))
     for (size_t i = 0; i < count; i++) out[i] = a[i] + b[i];
 }
 
@@ -182,7 +185,7 @@ static void qk_rope_forward(act_t *q_, act_t *k_, act_t *v_, stat_t *rstd_, cons
     const int stride = (a.n_heads + 2 * a.n_kv_heads) * hd;
     const real *qkv = qkv_, *rope = rope_;
     const QkGroups side[2] = {qk_groups(a.n_heads, hd, a.qk_norm), qk_groups(a.n_kv_heads, hd, a.qk_norm)};
-#pragma omp parallel for
+#pragma omp parallel for if (worth((size_t)N * stride))
     for (int n = 0; n < N; n++) {
         const int b = n / a.T, t = n % a.T, pos = (a.start ? a.start[b] : 0) + t;
         const int padding = a.len && t >= a.len[b];
@@ -230,7 +233,7 @@ static void qk_rope_backward(act_t *dqkv_, grad_t *dq_weight, grad_t *dk_weight,
     const QkGroups side[2] = {qk_groups(a.n_heads, hd, a.qk_norm), qk_groups(a.n_kv_heads, hd, a.qk_norm)};
     const int width = side[0].width + side[1].width; // both weights, one after the other
     real *partial = scratch;
-#pragma omp parallel for
+#pragma omp parallel for if (worth((size_t)N * stride))
     for (int n0 = 0; n0 < N; n0 += ROW_BLOCK) {
         real *acc = partial + (size_t)(n0 / ROW_BLOCK) * width;
         if (normed) memset(acc, 0, width * sizeof(real));
@@ -284,7 +287,7 @@ static void attention_forward(act_t *out_, stat_t *lse_, const act_t *q_, const 
     const int hd = a.head_dim, T = a.T, chunks = blocks_of(T, QUERY_BLOCK), ld = a.n_heads * hd;
     const real scale = 1 / root((real)hd);
     const size_t part = (size_t)(QUERY_BLOCK * (KEY_BLOCK + 2)) * sizeof(real) + gemm_serial_bytes();
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (worth((size_t)a.B * T * ld * ((a.start ? a.cache_len : T) / 2 + 1)))
     for (int task = 0; task < a.B * a.n_heads * chunks; task++) {
         // late chunks first: they walk the most keys
         const int b = task / (a.n_heads * chunks), h = task / chunks % a.n_heads, t0 = (chunks - 1 - task % chunks) * QUERY_BLOCK;
@@ -337,7 +340,7 @@ static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *
     const int hd = a.head_dim, T = a.T, ld = a.n_heads * hd, group = a.n_heads / a.n_kv_heads;
     const real scale = 1 / root((real)hd);
     const size_t part = (size_t)(2 * QUERY_BLOCK * KEY_BLOCK) * sizeof(real) + gemm_serial_bytes();
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (worth((size_t)a.B * T * ld * (T / 2 + 1)))
     for (int task = 0; task < a.B * a.n_kv_heads; task++) {
         const int b = task / a.n_kv_heads, hk = task % a.n_kv_heads;
         const size_t kv = ((size_t)b * a.n_kv_heads + hk) * T * hd;
@@ -432,7 +435,7 @@ static void router_forward(stat_t *logits_, stat_t *lse_, int *idx, stat_t *weig
     real *mean_z = mean_p + (size_t)blocks * E;   // (blocks) sums of lse^2
     real *rows = mean_z + blocks;                 // a thread's scores and probabilities, 2*E
     int64_t first_bad = N;
-#pragma omp parallel for reduction(min : first_bad)
+#pragma omp parallel for reduction(min : first_bad) if (worth((size_t)N * E * K))
     for (int block = 0; block < blocks; block++) {
         real *score = rows + (size_t)thread_id() * 2 * E, *p = score + E, *sum_p = mean_p + (size_t)block * E;
         memset(sum_p, 0, E * sizeof(real));
@@ -487,7 +490,7 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS_, const Pla
     const int N = r.N, E = r.E, K = r.K;
     real *dlogits = scratch, *rows = dlogits + (size_t)N * E;
     void *rest = (char *)scratch + round_up(((size_t)N + 3 * thread_max()) * E * sizeof(real), ARENA_ALIGN);
-#pragma omp parallel for
+#pragma omp parallel for if (worth((size_t)N * E * K))
     for (int n = 0; n < N; n++) {
         real *p = rows + (size_t)thread_id() * 3 * E, *s = p + E, *ds = s + E; // ds: d loss / d score
         real *dz = dlogits + (size_t)n * E;
@@ -622,7 +625,7 @@ static void expert_down_forward(act_t *out_, const act_t *H_, Mat W2, const Plan
     const real *H = H_, *weight = p->weight;
     const int C = W2.rows, I = W2.cols, rows = combine_rows(p->rows, C);
     const size_t part = (size_t)EXPERT_ROWS * (I + STRIP) * sizeof(real) + gemm_serial_bytes();
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
     for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
         real *a = my_part(scratch, part), *y = a + (size_t)EXPERT_ROWS * I;
@@ -671,7 +674,7 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
     const int C = W2.rows, I = W2.cols, E = p->E;
     const size_t part = (size_t)(EXPERT_ROWS + 1) * I * sizeof(real) + gemm_serial_bytes() + ARENA_ALIGN;
     const int tasks = blocks_of(p->offsets[E], EXPERT_ROWS) + E; // an expert's last block may be short
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
     for (int task = 0; task < tasks; task++) {
         int e = 0, block = task; // find the expert: blocks are dealt expert by expert
         for (; e < E; e++) {
@@ -709,7 +712,7 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
     const real *dH = dH_;
     const int C = W1.cols, I2 = W1.rows, E = p->E, rows = combine_rows(p->rows, C);
     const size_t part = (size_t)EXPERT_ROWS * STRIP * sizeof(real) + gemm_serial_bytes();
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I2))
     for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
         real *y = my_part(scratch, part);
@@ -757,7 +760,7 @@ static void classifier(stat_t *losses_, act_t *dinp, grad_t *dw, const act_t *in
         const int rows = min_int(chunk, N - n0);
         const real *x = (const real *)inp + (size_t)n0 * C;
         linear_forward(logits, x, w, rows, rest);
-#pragma omp parallel for
+#pragma omp parallel for if (worth((size_t)rows * V))
         for (int i = 0; i < rows; i++) {
             real *z = logits + (size_t)i * V;
             const int target = targets[n0 + i];
@@ -803,7 +806,7 @@ static void grad_norm(StepState *st, const grad_t *grads_, const Segment *seg, i
                       void *scratch) {
     const real *grads = grads_;
     double *partial = scratch, total = 0;
-#pragma omp parallel for schedule(dynamic, PIECES)
+#pragma omp parallel for schedule(dynamic, PIECES) if (worth((size_t)nseg * PIECES * 1024))
     for (int i = 0; i < nseg * PIECES; i++) {
         size_t begin, end;
         piece_of(&seg[i / PIECES], i % PIECES, &begin, &end);
@@ -837,7 +840,7 @@ static void update(param_t *params, const grad_t *grads, grad_t *m_, grad_t *v_,
     if (st->bad) return;
     const real lr = (real)st->lr, clip = (real)st->clip, b1 = (real)o.beta1, b2 = (real)o.beta2;
     const real c1 = (real)(1 / st->beta1_correction), c2 = (real)(1 / st->beta2_correction), eps = (real)o.eps;
-#pragma omp parallel for schedule(dynamic, PIECES)
+#pragma omp parallel for schedule(dynamic, PIECES) if (worth((size_t)nseg * PIECES * 1024))
     for (int i = 0; i < nseg * PIECES; i++) {
         const Segment *s = &seg[i / PIECES];
         const real decay = s->decay ? (real)o.weight_decay : 0;
@@ -877,11 +880,13 @@ static void host_copy(void *dst, const void *src, size_t bytes) { memcpy(dst, sr
 
 static void zero(void *p, size_t bytes) {
     const size_t each = (size_t)1 << 20;
-#pragma omp parallel for
+#pragma omp parallel for if (worth(bytes / 64))
     for (size_t at = 0; at < bytes; at += each) memset((char *)p + at, 0, bytes - at < each ? bytes - at : each);
 }
 
 static void nothing(void) {}
+
+static double peak(double seconds) { return fma_peak(thread_max(), seconds); }
 
 static inline size_t largest(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -917,7 +922,7 @@ const Backend *backend_cpu(void) {
         sizeof(real) == 8 ? F64 : F32, sizeof(real) == 8 ? F64 : F32,
         sizeof(real) == 8 ? F64 : F32, sizeof(real) == 8 ? F64 : F32,
         sizeof(real), sizeof(real), sizeof(real), sizeof(real), NULL,
-        arena_alloc, free, host_copy, host_copy, zero, nothing, scratch_bytes, NULL,
+        arena_alloc, free, host_copy, host_copy, zero, nothing, peak, scratch_bytes, NULL,
         embedding_forward, embedding_backward, rmsnorm_forward, residual_rmsnorm_forward, rmsnorm_backward, add,
         linear_forward, linear_backward, qk_rope_forward, qk_rope_backward, attention_forward, attention_backward,
         router_forward, router_backward, plan_topk, expert_up_forward, expert_down_forward, expert_down_backward,

@@ -1,0 +1,120 @@
+# What the data/test_*.sh share; they source it. A test is a function:
+#
+#     check NAME FUNCTION [ARG...]
+#
+# runs it in a subshell, in a folder of its own, and prints "ok NAME" if it returns 0, "skip NAME:
+# reason" if it ended with `skip reason`, else "FAIL NAME: reason" with the last line it wrote. `no
+# REASON` ends it. Folders are under $work, removed at exit.
+#
+# `run STATUS COMMAND...` is the usual step: the exit status must be STATUS; stdout is in the file
+# out, stderr in err. TRAIN, TEST, CC, MAKE and SAN come from `make test`; without it, a script
+# tests ./train_moe.
+set -uo pipefail
+export LC_ALL=C
+# More threads than processors is what several checks are about: waiting threads must not spin.
+export OMP_WAIT_POLICY=passive
+export LSAN_OPTIONS=${LSAN_OPTIONS:-detect_leaks=0} # a run that ends with an error frees nothing
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+TRAIN=${TRAIN:-$root/train_moe} TEST=${TEST:-$root/test_moe}
+CC=${CC:-cc} MAKE=${MAKE:-make} SAN=${SAN:-}
+on_san() { case $SAN in '' | 0 | no | off) return 1 ;; esac; } # as the Makefile has it
+
+work=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$work"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+no() { echo "$*"; exit 1; }
+skip() { echo "$*"; exit 77; }
+
+check() {
+    local name=$1 reason status
+    shift
+    rm -rf "$work/check" && mkdir "$work/check" || exit 1
+    reason=$(cd "$work/check" && "$@" 2>&1)
+    status=$?
+    reason=$(tail -n 1 <<<"$reason")
+    case $status in
+        0) echo "ok $name" ;;
+        77) echo "skip $name: $reason" ;;
+        *) echo "FAIL $name: ${reason:-exit status $status}" ;;
+    esac
+}
+
+run() {
+    local want=$1 got=0
+    shift
+    "$@" </dev/null >out 2>err || got=$?
+    [ $got = "$want" ] ||
+        no "exit status $got, expected $want: $(basename "$1") ${*:2}: $(tail -n 1 err)"
+    ! grep -E 'ERROR: .*Sanitizer|runtime error:' err || no "sanitizer: ${*:2}"
+}
+
+# PATTERN (grep -E) is in a line of stderr, or in FILE.
+said() { grep -qE -e "$1" "${2:-err}" || no "not said: '$1', but: $(tail -n 1 "${2:-err}")"; }
+# stderr is one line, an error that has all the PATTERNs.
+refused() {
+    local pattern
+    [ "$(wc -l <err)" = 1 ] || no "expected one line on stderr, found $(wc -l <err): $(head -n 1 err)"
+    for pattern in '^train_moe: error: ' "$@"; do said "$pattern"; done
+}
+same() { cmp -s "$1" "$2" || no "${3:-} $1 and $2 differ"; }
+
+# text LINES [SEED]: the same text on every machine. (The product stays below 2^53.)
+text() {
+    awk -v lines="$1" -v s="${2:-7}" 'BEGIN {
+        n = split("the a light dark river stone king day night and of to in water bread house " \
+            "which word hand man woman city not was were said unto them all shall upon", word, " ")
+        for (i = 0; i < lines; i++) {
+            s = s * 16807 % 2147483647
+            line = ""
+            for (k = 3 + s % 9; k > 0; k--) {
+                s = s * 16807 % 2147483647
+                line = line word[1 + int(s / 97) % n] (k > 1 ? " " : ".")
+            }
+            print line
+        }
+    }'
+}
+
+# The log but for its times.
+log() { sed -E 's/"(step_ms|tok_per_s|elapsed_s)":[^,}]*,?//g; s/,}/}/' "$1/metrics.jsonl"; }
+
+# Two runs ended alike: weights, moments, log, best.
+same_run() {
+    local file
+    for file in model.safetensors optimizer.safetensors; do same "$1/latest/$file" "$2/latest/$file"; done
+    [ "$(readlink "$1/latest")" = "$(readlink "$2/latest")" ] || no "$1/latest, $2/latest: other steps"
+    [ "$(readlink "$1/best")" = "$(readlink "$2/best")" ] ||
+        no "$1/best is $(readlink "$1/best"), $2/best is $(readlink "$2/best")"
+    log "$1" >log.a
+    log "$2" >log.b
+    cmp -s log.a log.b || no "the logs of $1 and $2 differ: $(diff log.a log.b | tail -n 1)"
+}
+
+# Every step of the log once, from 1 to N, in order.
+steps_logged() {
+    local n
+    n=$(sed -E 's/^\{"step":([0-9]+),.*\}$/\1/' "$1/metrics.jsonl" | cmp - <(seq "$2") 2>&1) ||
+        no "$1/metrics.jsonl: expected steps 1 to $2, each once: $n"
+}
+
+# What is in a folder: names, links, content. Two equal outputs: nothing changed.
+contents() { (cd "$1" && find . -printf '%p %y %l %T@ ' \( -type f -exec cksum {} \; -o -print \) | sort); }
+
+checkpoint_files="config.json model.safetensors optimizer.safetensors trainer.json"
+complete() {
+    local file
+    for file in $checkpoint_files; do [ -s "$1/$file" ] || no "$1: no $file"; done
+}
+
+# wait_for SECONDS COMMAND...: until it succeeds
+wait_for() {
+    local end=$((SECONDS + $1))
+    shift
+    until "$@"; do
+        [ $SECONDS -lt $end ] || no "waited in vain for: $*"
+        sleep 0.02
+    done
+}
