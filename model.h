@@ -189,8 +189,9 @@ MODEL_FN void layout(Model *m) {
     act_t *ln = norm_saved ? NULL : take(m, A_WORK, "norm output (N,C)", N * C, act);
     act_t *H = h_saved ? NULL : take(m, A_WORK, "H (S,2I)", max_I2, act);
     act_t *Hs = h_saved || !shared_I2 ? NULL : take(m, A_WORK, "shared expert H (N,2I)", N * shared_I2, act);
-    Layer infer; // a model that only infers has one set of layer buffers
+    Layer infer; // a model that only infers has one set of layer buffers, and one of routing buffers
     memset(&infer, 0, sizeof infer);
+    int have_routing = 0;
     m->branch = take(m, A_WORK, "branch output (N,C)", N * C, act);
     m->q = take(m, A_WORK, "rotated q (N,Q)", N * Q, act);
     if (!s.cache_len) {
@@ -286,7 +287,7 @@ MODEL_FN void layout(Model *m) {
         p->E = mlp_experts(c, l);
         if (!moe) { // the identity plan
             p->offsets = m->dense_offsets;
-        } else if (!s.train && infer.logits) {
+        } else if (!s.train && have_routing) {
             y->logits = infer.logits, y->router_lse = infer.router_lse, y->topk_weight = infer.topk_weight;
             y->topk = infer.topk, y->count = infer.count, y->plan = infer.plan;
         } else {
@@ -303,7 +304,8 @@ MODEL_FN void layout(Model *m) {
             p->slot = take(m, keep, "routing", slots, sizeof(int));
         }
         if (l == 0) infer = *y;
-        if (moe && !infer.logits) { // the first MoE layer after dense ones
+        if (moe && !have_routing) { // of the first MoE layer, which need not be layer 0
+            have_routing = 1;
             infer.logits = y->logits, infer.router_lse = y->router_lse, infer.topk_weight = y->topk_weight;
             infer.topk = y->topk, infer.count = y->count, infer.plan = y->plan;
         }

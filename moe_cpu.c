@@ -196,8 +196,10 @@ static void qk_rope_forward(act_t *q_, act_t *k_, act_t *v_, stat_t *rstd_, cons
             const real *weight = is_k ? k_weight : q_weight;
             for (int g = 0; g < s.groups; g++, x += s.width) {
                 real r = 1;
-                if (a.qk_norm != QK_NORM_NONE) r = 1 / root(dot(x, x, s.width) / s.width + (real)a.eps);
-                if (rstd) *rstd++ = r;
+                if (a.qk_norm != QK_NORM_NONE) {
+                    r = 1 / root(dot(x, x, s.width) / s.width + (real)a.eps);
+                    if (rstd) *rstd++ = r;
+                }
                 for (int h = 0; h < s.width / hd; h++) {
                     const int head = g * (s.width / hd) + h;
                     const real *u = x + h * hd, *w = weight ? weight + h * hd : NULL;
