@@ -15,7 +15,6 @@
  * The parts, in order: vectors; elementary functions; sums; threads; then the product in the way of
  * Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008): pack
  * a block of B into panels that stay in cache, walk rows of A over them with a register kernel.
- * Rows of A that are not transposed are read where they lie, so a gather costs nothing.
  *
  * Start reading at Gemm and gemm_tile; gemm_kernel is where the time goes. `real` is float, or
  * double in the reference build (-Dreal=double). Everything is static; C11 and C++17, GNU dialect.
@@ -28,12 +27,6 @@
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
-#ifdef _OPENMP
-#include <omp.h>
-#define OMP(directive) _Pragma(#directive)
-#else
-#define OMP(directive)
-#endif
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -43,14 +36,14 @@
 #ifndef real
 #define real float
 #endif
-#define REAL_IS_float 0
+#define REAL_IS_float  0
 #define REAL_IS_double 1
 #define REAL_PASTE2(x) REAL_IS_##x
-#define REAL_PASTE(x) REAL_PASTE2(x)
+#define REAL_PASTE(x)  REAL_PASTE2(x)
 #define REAL_IS_DOUBLE REAL_PASTE(real)
 
-#define GEMM_FN static __attribute__((unused))
-#define UNROLL _Pragma("GCC unroll 32")
+#define GEMM_FN     static __attribute__((unused))
+#define UNROLL      _Pragma("GCC unroll 32")
 #define GEMM_INLINE static inline __attribute__((always_inline, unused))
 
 // ---------------------------------------------------------------------------------- vectors
@@ -70,15 +63,15 @@
 #endif
 
 #define LANES 16 // lanes of every sum: the widest vector of floats
-#define VL ((int)(GEMM_VBYTES / sizeof(real)))
+#define VL    ((int)(GEMM_VBYTES / sizeof(real)))
 
 #if REAL_IS_DOUBLE
 typedef int64_t lane_int;
-#define X86(name) name##pd // intrinsics of `real`, and their types
+#define X86(name)      name##pd // intrinsics of `real`, and their types
 #define X86_TYPE(name) name##d
 #else
 typedef int32_t lane_int;
-#define X86(name) name##ps
+#define X86(name)      name##ps
 #define X86_TYPE(name) name
 #endif
 typedef real vreal __attribute__((vector_size(GEMM_VBYTES), aligned(sizeof(real)), may_alias));
@@ -95,7 +88,7 @@ GEMM_INLINE vreal vload(const real *p, int left) {
 // Stores the first min(left, VL) lanes of v at p.
 GEMM_INLINE void vstore(real *p, vreal v, int left) {
     if (left >= VL) *(vreal *)p = v;
-    else if (left > 0) memcpy(p, &v, (size_t)left * sizeof(real));
+    if (left > 0 && left < VL) memcpy(p, &v, (size_t)left * sizeof(real));
 }
 
 // x in every lane. Subtracting +0 keeps every x, -0 too, and compiles to one broadcast.
@@ -110,12 +103,11 @@ GEMM_INLINE vreal vfma(vreal a, vreal b, vreal c) {
     return (vreal)X86(_mm512_fmadd_)((X86_TYPE(__m512))a, (X86_TYPE(__m512))b, (X86_TYPE(__m512))c);
 #elif defined(__AVX2__) && defined(__FMA__) && GEMM_VBYTES >= 32
     typedef real half __attribute__((vector_size(32), aligned(sizeof(real)), may_alias));
-    X86_TYPE(__m256) x, y, z;
-    for (int h = 0; h < GEMM_VBYTES; h += 32) { // once, or two halves
-        x = (X86_TYPE(__m256))*(const half *)((const char *)&a + h);
-        y = (X86_TYPE(__m256))*(const half *)((const char *)&b + h);
-        z = (X86_TYPE(__m256))*(const half *)((const char *)&c + h);
-        *(half *)((char *)&c + h) = (half)X86(_mm256_fmadd_)(x, y, z);
+    const half *pa = (const half *)&a, *pb = (const half *)&b;
+    half *pc = (half *)&c;
+    for (int h = 0; h < GEMM_VBYTES / 32; h++) { // once, or two halves
+        X86_TYPE(__m256) x = (X86_TYPE(__m256))pa[h], y = (X86_TYPE(__m256))pb[h];
+        pc[h] = (half)X86(_mm256_fmadd_)(x, y, (X86_TYPE(__m256))pc[h]);
     }
     return c;
 #elif defined(__aarch64__) && GEMM_VBYTES == 16 && REAL_IS_DOUBLE
@@ -142,8 +134,8 @@ GEMM_INLINE vreal vselect(vint mask, vreal yes, vreal no) {
 
 #define ROUND_D 6755399441055744.0 // 1.5 * 2^52
 #define ROUND_F 12582912.0f        // 1.5 * 2^23
-#define LN2_HI 0x1.62e42fefap-1    // 38 bits of ln 2: times an exponent it is exact
-#define LN2_LO 0x1.cf79abc9e3b3ap-40
+#define LN2_HI  0x1.62e42fefap-1   // 38 bits of ln 2: times an exponent it is exact
+#define LN2_LO  0x1.cf79abc9e3b3ap-40
 
 GEMM_INLINE uint64_t bits_of(double x) {
     uint64_t u;
@@ -173,8 +165,7 @@ GEMM_FN double exp_d(double x) {
         1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5};
     double r = (x - n * LN2_HI) - n * LN2_LO, p = horner(c, 12, r);
     p = 1 + (r + r * r * p);
-    uint64_t e = bits_of(t) - bits_of(ROUND_D) + 2048; // n + 2048; 2^n in two factors of any n
-    uint64_t half = e / 2;
+    uint64_t e = bits_of(t) - bits_of(ROUND_D) + 2048, half = e / 2; // n + 2048; 2^n in two factors
     return p * from_bits((half - 1) << 52) * from_bits((e - half - 1) << 52);
 }
 
@@ -190,7 +181,7 @@ GEMM_FN double log_d(double x) {
     k += (int)((int64_t)u >> 52);
     double f = from_bits((u & 0xfffffffffffffu) + bits_of(0.70710678118654752)) - 1;
     static const double c[] = {1.0 / 23, 1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11,
-                               1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3};
+        1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3};
     double s = f / (2 + f), z = s * s, p = horner(c, 11, z);
     return k * LN2_HI + (f - (s * (f - 2 * z * p) - k * LN2_LO));
 }
@@ -229,10 +220,9 @@ GEMM_INLINE vreal vexp(vreal x) {
     static const float c[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
     vreal p = vset(1.0f / 5040);
     UNROLL for (int i = 0; i < 7; i++) p = vfma(p, r, vset(c[i]));
-    vint e = (vint)t & 0x1ff; // n modulo 512; 2^n in two factors, as n = 128 has none in one
-    e = ((e ^ 0x100) - 0x100) + 254;
-    vint half = e >> 1;
-    p = p * (vreal)(half << 23) * (vreal)((e - half) << 23);
+    vint e = (((vint)t & 511) ^ 256) - 256; // n, from the low bits of t
+    vint half = (e + 254) >> 1;             // 2^n in two factors, as n = 128 has none in one
+    p = p * (vreal)(half << 23) * (vreal)((e + 254 - half) << 23);
     return vselect(x < lo, vset(0), p);
 #endif
 }
@@ -294,23 +284,17 @@ GEMM_FN real max_of(const real *x, int n) {
 
 // ---------------------------------------------------------------------------------- threads
 
-// Threads that a parallel region will have; 1 without OpenMP.
-GEMM_FN int thread_max(void) {
+// Threads that a parallel region will have, and this thread's number in its region, from 0.
 #ifdef _OPENMP
-    return omp_get_max_threads();
+#include <omp.h>
+#define OMP(directive) _Pragma(#directive)
+GEMM_FN int thread_max(void) { return omp_get_max_threads(); }
+GEMM_FN int thread_id(void) { return omp_get_thread_num(); }
 #else
-    return 1;
+#define OMP(directive)
+GEMM_FN int thread_max(void) { return 1; }
+GEMM_FN int thread_id(void) { return 0; }
 #endif
-}
-
-// This thread's number in its parallel region, from 0.
-GEMM_FN int thread_id(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
 
 // --------------------------------------------------------------------------- matrix products
 
@@ -341,16 +325,17 @@ typedef struct {
 #else
 #define GEMM_NV 4
 #endif
-#define GEMM_NR (GEMM_NV * VL)
-#define GEMM_KC 256              // values of k in a block: part of the promise, never tuned
-#define GEMM_NC 384              // columns packed at a time, at most: 384 KiB in the L2 cache
-#define GEMM_MA (8 * GEMM_MR)    // rows of a transposed A packed at a time
-#define GEMM_SPLIT_COLS 128      // columns and rows that a tile keeps when products are split for
-#define GEMM_SPLIT_ROWS 96       // more threads; below them packing outweighs the balance
-#define GEMM_TILES 4             // tiles for each thread, so that the last ones end together
-#define GEMM_ALONE (64 * 64 * 64) // multiply-adds under which a second thread is not worth waking
+#define GEMM_NR         (GEMM_NV * VL)
+#define GEMM_KC         256           // values of k in a block: part of the promise, never tuned
+#define GEMM_NC         384           // columns packed at a time, at most: 384 KiB of floats in L2
+#define GEMM_MA         (8 * GEMM_MR) // rows of a transposed A packed at a time
+#define GEMM_LINE       ((int)(64 / sizeof(real))) // reals in a cache line
+#define GEMM_SPLIT_COLS 128 // a product is cut for more threads down to tiles of this many
+#define GEMM_SPLIT_ROWS 96  // columns and rows; below, packing outweighs the balance
+#define GEMM_TILES      4   // tiles for each thread, so that the last ones end together
+#define GEMM_ALONE      (64 * 64 * 64) // multiply-adds under which no second thread is woken
 
-// Scratch of one thread, in bytes: packed B, then packed A. Align it to 64 bytes.
+// Scratch of one thread, in bytes: a packed block of B, then of A. Align it to 64 bytes.
 GEMM_FN size_t gemm_serial_bytes(void) {
     return (size_t)GEMM_KC * (GEMM_NC + GEMM_MA) * sizeof(real);
 }
@@ -358,35 +343,34 @@ GEMM_FN size_t gemm_serial_bytes(void) {
 // Scratch of gemm_grouped on up to `threads` threads, in bytes. Align it to 64 bytes.
 GEMM_FN size_t gemm_scratch_bytes(int threads) { return (size_t)threads * gemm_serial_bytes(); }
 
+GEMM_INLINE int gemm_min(int a, int b) { return a < b ? a : b; }
 GEMM_INLINE size_t gemm_row(const Operand *o, int x) { return (size_t)(o->idx ? o->idx[x] : x); }
 
 // Packs rows k0.. and columns j0.. of B, (k, cols), as panels (cols / NR, k, NR), zero at the edge.
 static void gemm_pack_b(real *out, const Operand *b, int k0, int k, int j0, int cols) {
-    typedef real quad __attribute__((vector_size(4 * sizeof(real)), aligned(sizeof(real)),
-                                     may_alias));
+    typedef real quad
+        __attribute__((vector_size(4 * sizeof(real)), aligned(sizeof(real)), may_alias));
     for (int j = 0; j < cols; j += GEMM_NR, out += (size_t)k * GEMM_NR) {
-        int width = cols - j < GEMM_NR ? cols - j : GEMM_NR;
-        if (!b->trans) {
-            for (int x = 0; x < k; x++) {
-                const real *src = b->p + gemm_row(b, k0 + x) * b->ld + (size_t)(j0 + j);
-                for (int v = 0; v < GEMM_NV; v++)
-                    vstore(out + x * GEMM_NR + v * VL, vload(src + v * VL, width - v * VL), VL);
-            }
-            continue;
+        int width = gemm_min(cols - j, GEMM_NR);
+        for (int x = 0; x < k && !b->trans; x++) {
+            const real *src = b->p + gemm_row(b, k0 + x) * b->ld + (size_t)(j0 + j);
+            __builtin_prefetch(src + GEMM_NR); // what the next panel takes of this row
+            for (int v = 0; v < GEMM_NV; v++)
+                vstore(out + x * GEMM_NR + v * VL, vload(src + v * VL, width - v * VL), VL);
         }
-        for (int y = 0; y < GEMM_NR; y += 4) { // four stored rows become four columns of the panel
+        for (int y = 0; y < GEMM_NR && b->trans; y += 4) { // four stored rows: columns of a panel
             const real *src = b->p + (size_t)(j0 + j + y) * b->ld + (size_t)k0;
-            real *dst = out + y;
             int x = 0;
-            for (; y + 4 <= width && x + 4 <= k; x += 4) {
-                quad r0 = *(const quad *)(src + x), r1 = *(const quad *)(src + b->ld + x);
-                quad r2 = *(const quad *)(src + 2 * b->ld + x);
-                quad r3 = *(const quad *)(src + 3 * b->ld + x);
-                quad lo01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5);
-                quad hi01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
-                quad lo23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5);
-                quad hi23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
-                real *d = dst + x * GEMM_NR;
+            for (; y + 4 <= width && x + 4 <= k; x += 4) { // four by four, in registers
+                quad r[4];
+                for (size_t l = 0; l < 4; l++) r[l] = *(const quad *)(src + l * b->ld + x);
+                for (size_t l = 4; l < 8 && x % GEMM_LINE == 0; l++) // the next four rows
+                    __builtin_prefetch(src + l * b->ld + x);
+                quad lo01 = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5);
+                quad hi01 = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
+                quad lo23 = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);
+                quad hi23 = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
+                real *d = out + x * GEMM_NR + y;
                 *(quad *)d = __builtin_shufflevector(lo01, lo23, 0, 1, 4, 5);
                 *(quad *)(d + GEMM_NR) = __builtin_shufflevector(lo01, lo23, 2, 3, 6, 7);
                 *(quad *)(d + 2 * GEMM_NR) = __builtin_shufflevector(hi01, hi23, 0, 1, 4, 5);
@@ -394,7 +378,7 @@ static void gemm_pack_b(real *out, const Operand *b, int k0, int k, int j0, int 
             }
             for (; x < k; x++)
                 for (int l = 0; l < 4; l++)
-                    dst[x * GEMM_NR + l] = y + l < width ? src[(size_t)l * b->ld + (size_t)x] : 0;
+                    out[x * GEMM_NR + y + l] = y + l < width ? src[(size_t)l * b->ld + x] : 0;
         }
     }
 }
@@ -403,45 +387,45 @@ static void gemm_pack_b(real *out, const Operand *b, int k0, int k, int j0, int 
 static void gemm_pack_a(real *out, const Operand *a, int k0, int k, int i0, int rows) {
     for (int x = 0; x < k; x++) {
         const real *src = a->p + gemm_row(a, k0 + x) * a->ld + (size_t)i0;
+        if (x + 8 < k) // rows far apart, which the hardware does not foresee
+            for (int i = 0; i < rows; i += GEMM_LINE)
+                __builtin_prefetch(a->p + gemm_row(a, k0 + x + 8) * a->ld + (size_t)(i0 + i));
         for (int i = 0; i < rows; i += GEMM_MR) {
             real *dst = out + (size_t)i * (size_t)k + (size_t)x * GEMM_MR;
             if (rows - i >= GEMM_MR) memcpy(dst, src + i, GEMM_MR * sizeof(real));
-            else
-                for (int l = 0; l < GEMM_MR; l++) dst[l] = i + l < rows ? src[i + l] : 0;
+            for (int l = 0; l < GEMM_MR && rows - i < GEMM_MR; l++)
+                dst[l] = i + l < rows ? src[i + l] : 0;
         }
     }
 }
 
-// C (MR, NR) = or += a (MR, k) times the packed panel b (k, NR), one block of k. a[i] points at row
-// i, its values `step` apart. `first`: C is written without being read.
-static __attribute__((noinline)) void gemm_kernel(const real *const *a, size_t step, const real *b,
-                                                  int k, real *c, size_t ldc, int first) {
-    const real *a0 = a[0], *a1 = a[1], *a2 = a[2], *a3 = a[3], *a4 = a[4], *a5 = a[5];
-    vreal acc[GEMM_MR][GEMM_NV], bv[GEMM_NV], zero = {0};
-    UNROLL for (int i = 0; i < GEMM_MR; i++)
-        UNROLL for (int v = 0; v < GEMM_NV; v++) acc[i][v] = zero;
+// C (MR, NR) = or += a (MR, k) times the packed panel b (k, NR), one block of k. a's rows are `row`
+// reals apart, the values in a row `step`. `first`: C is written without being read.
+static __attribute__((noinline)) void gemm_kernel(
+    const real *a, size_t row, size_t step, const real *b, int k, real *c, size_t ldc, int first) {
+    const real *a1 = a + row, *a2 = a1 + row, *a3 = a2 + row, *a4 = a3 + row, *a5 = a4 + row;
+    vreal acc[GEMM_MR * GEMM_NV], bv[GEMM_NV], zero = {0};
+    for (int i = 0; i < GEMM_MR; i++) __builtin_prefetch(c + (size_t)i * ldc + GEMM_NR - 1);
+    UNROLL for (int t = 0; t < GEMM_MR * GEMM_NV; t++) acc[t] = zero;
     for (size_t x = 0; k > 0; k--, x += step, b += GEMM_NR) {
         __asm__("" : "+r"(step)); // else gcc clones the loop for step 1 and spills acc in both
-        const real av[GEMM_MR] = {a0[x], a1[x], a2[x], a3[x], a4[x], a5[x]};
-        UNROLL for (int v = 0; v < GEMM_NV; v++) bv[v] = *(const vreal *)(b + v * VL);
-        UNROLL for (int i = 0; i < GEMM_MR; i++)
-            UNROLL for (int v = 0; v < GEMM_NV; v++)
-                acc[i][v] = vfma(vset(av[i]), bv[v], acc[i][v]);
+        const real av[GEMM_MR] = {a[x], a1[x], a2[x], a3[x], a4[x], a5[x]};
+        UNROLL for (int v = 0; v < GEMM_NV; v++) bv[v] = vload(b + v * VL, VL);
+        UNROLL for (int t = 0; t < GEMM_MR * GEMM_NV; t++) acc[t] =
+            vfma(vset(av[t / GEMM_NV]), bv[t % GEMM_NV], acc[t]);
     }
-    if (!first)
-        UNROLL for (int i = 0; i < GEMM_MR; i++)
-            UNROLL for (int v = 0; v < GEMM_NV; v++)
-                acc[i][v] = *(const vreal *)(c + (size_t)i * ldc + v * VL) + acc[i][v];
-    UNROLL for (int i = 0; i < GEMM_MR; i++)
-        UNROLL for (int v = 0; v < GEMM_NV; v++)
-            *(vreal *)(c + (size_t)i * ldc + v * VL) = acc[i][v];
+    UNROLL for (int t = 0; t < GEMM_MR * GEMM_NV; t++) {
+        real *out = c + (size_t)(t / GEMM_NV) * ldc + t % GEMM_NV * VL;
+        if (!first) acc[t] = vload(out, VL) + acc[t];
+        vstore(out, acc[t], VL);
+    }
 }
 
 // The kernel for a tile of C at the edge, (rows, cols) of it inside: by way of a whole tile.
-static void gemm_edge(const real *const *a, size_t step, const real *b, int k, real *c, size_t ldc,
-                      int rows, int cols, int first) {
+static void gemm_edge(const real *a, size_t row, size_t step, const real *b, int k, real *c,
+    size_t ldc, int rows, int cols, int first) {
     real tile[GEMM_MR * GEMM_NR];
-    gemm_kernel(a, step, b, k, tile, GEMM_NR, 1);
+    gemm_kernel(a, row, step, b, k, tile, GEMM_NR, 1);
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < cols; j++) {
             real *out = c + (size_t)i * ldc + j, value = tile[i * GEMM_NR + j];
@@ -452,66 +436,69 @@ static void gemm_edge(const real *const *a, size_t step, const real *b, int k, r
 // Rows i0..i1 and columns j0..j1 (at most GEMM_NC) of one product, by this thread.
 static void gemm_tile(const Gemm *g, int i0, int i1, int j0, int j1, real *scratch) {
     real *bp = scratch, *ap = scratch + (size_t)GEMM_KC * GEMM_NC;
-    size_t step = g->a.trans ? GEMM_MR : 1;
     if (g->k <= 0 && !g->accumulate)
         for (int i = i0; i < i1; i++)
             memset(g->c + (size_t)i * g->ldc + (size_t)j0, 0, (size_t)(j1 - j0) * sizeof(real));
     for (int k0 = 0; k0 < g->k; k0 += GEMM_KC) {
-        int k = g->k - k0 < GEMM_KC ? g->k - k0 : GEMM_KC, first = k0 == 0 && !g->accumulate;
+        int k = gemm_min(g->k - k0, GEMM_KC), first = k0 == 0 && !g->accumulate;
+        size_t row = g->a.trans ? 1 : (size_t)k, step = g->a.trans ? GEMM_MR : 1;
         gemm_pack_b(bp, &g->b, k0, k, j0, j1 - j0);
         for (int i = i0; i < i1; i += GEMM_MR) {
-            const real *a[GEMM_MR];
-            int rows = i1 - i < GEMM_MR ? i1 - i : GEMM_MR, in = (i - i0) % GEMM_MA;
-            if (g->a.trans && in == 0)
-                gemm_pack_a(ap, &g->a, k0, k, i, i1 - i < GEMM_MA ? i1 - i : GEMM_MA);
-            for (int r = 0; r < GEMM_MR; r++) // a row past the edge repeats the last, unstored
-                a[r] = g->a.trans ? ap + (size_t)in * (size_t)k + r
-                     : g->a.p + gemm_row(&g->a, i + (r < rows ? r : rows - 1)) * g->a.ld + k0;
+            int rows = gemm_min(i1 - i, GEMM_MR), in = (i - i0) % GEMM_MA;
+            const real *a = g->a.trans ? ap + (size_t)in * (size_t)k : ap;
+            if (g->a.trans && in == 0) gemm_pack_a(ap, &g->a, k0, k, i, gemm_min(i1 - i, GEMM_MA));
+            for (int r = 0; r < GEMM_MR && !g->a.trans; r++) { // past the edge, the last row again
+                size_t from = gemm_row(&g->a, i + gemm_min(r, rows - 1));
+                memcpy(ap + r * k, g->a.p + from * g->a.ld + k0, (size_t)k * sizeof(real));
+            }
             for (int j = j0; j < j1; j += GEMM_NR) {
                 const real *b = bp + (size_t)(j - j0) * (size_t)k;
                 real *c = g->c + (size_t)i * g->ldc + (size_t)j;
-                int cols = j1 - j < GEMM_NR ? j1 - j : GEMM_NR;
+                int cols = gemm_min(j1 - j, GEMM_NR);
                 if (rows == GEMM_MR && cols == GEMM_NR)
-                    gemm_kernel(a, step, b, k, c, g->ldc, first);
-                else gemm_edge(a, step, b, k, c, g->ldc, rows, cols, first);
+                    gemm_kernel(a, row, step, b, k, c, g->ldc, first);
+                else
+                    gemm_edge(a, row, step, b, k, c, g->ldc, rows, cols, first);
             }
         }
     }
-}
-
-// One product by the calling thread alone, inside a parallel region or not. scratch: as large as
-// gemm_serial_bytes(), this thread's own.
-GEMM_FN void gemm_serial(const Gemm *g, void *scratch) {
-    if (g->m <= 0) return;
-    for (int j = 0; j < g->n; j += GEMM_NC)
-        gemm_tile(g, 0, g->m, j, g->n - j < GEMM_NC ? g->n : j + GEMM_NC, (real *)scratch);
 }
 
 // Multiply-adds of a product.
 static double gemm_work(const Gemm *g) { return (double)g->m * g->n * g->k; }
 
 // How a product is cut: its tiles are `rows` by `cols`, `down` of them by `across`.
-typedef struct { int rows, cols, down, across; } Tiling;
+typedef struct {
+    int rows, cols, down, across;
+} Tiling;
 
-static int gemm_cut(int size, int parts, int unit) { // size of a part, a multiple of unit
-    int part = (size + parts - 1) / parts;
-    return (part + unit - 1) / unit * unit;
+// A part of `size` cut into so many parts, rounded up to a multiple of unit.
+static int gemm_cut(int size, int parts, int unit) {
+    return (size + parts * unit - 1) / (parts * unit) * unit;
 }
 
-// Cuts g into about `share` tiles: along n first, which packs nothing twice, then along m.
-static Tiling gemm_tiling(const Gemm *g, int share) {
+// Cuts g into about `share` tiles: along n first, which packs nothing twice, then along m; a share
+// that occupies every thread becomes a multiple of them.
+static Tiling gemm_tiling(const Gemm *g, int share, int threads) {
     Tiling t = {0, 0, 0, 0};
     if (g->m <= 0 || g->n <= 0) return t;
     int most = g->n / GEMM_SPLIT_COLS, least = (g->n + GEMM_NC - 1) / GEMM_NC;
-    int across = share < most ? share : most;
+    int across = gemm_min(share, most);
     t.cols = gemm_cut(g->n, across > least ? across : least, GEMM_NR);
     t.across = (g->n + t.cols - 1) / t.cols;
-    int down = (share + t.across - 1) / t.across;
     most = g->m / GEMM_SPLIT_ROWS;
-    if (down > most) down = most;
+    int down = gemm_min((share + t.across - 1) / t.across, most);
+    while (share >= threads && down < most && down * t.across % threads != 0) down++;
     t.rows = gemm_cut(g->m, down > 1 ? down : 1, GEMM_MR);
     t.down = (g->m + t.rows - 1) / t.rows;
     return t;
+}
+
+// One product by the calling thread alone; scratch: gemm_serial_bytes(), this thread's own.
+GEMM_FN void gemm_serial(const Gemm *g, void *scratch) {
+    Tiling t = gemm_tiling(g, 1, 1);
+    for (int j = 0; j < t.across; j++)
+        gemm_tile(g, 0, g->m, j * t.cols, gemm_min((j + 1) * t.cols, g->n), (real *)scratch);
 }
 
 // All products of list[0..count), by all threads: their tiles are dealt to whoever is free. The
@@ -521,25 +508,23 @@ GEMM_FN void gemm_grouped(const Gemm *list, int count, void *scratch) {
     for (int i = 0; i < count; i++) work += gemm_work(&list[i]);
     int threads = work < GEMM_ALONE ? 1 : thread_max(), next = 0;
     double wanted = threads > 1 ? GEMM_TILES * threads / work : 0; // tiles for each multiply-add
-    OMP(omp parallel num_threads(threads) if (threads > 1))
-    {
+    OMP(omp parallel num_threads(threads) if (threads > 1)) {
         real *mine = (real *)((char *)scratch + (size_t)thread_id() * gemm_serial_bytes());
         int i = -1, before = 0, here = 0; // tiles before list[i] and of it; next only grows
         Tiling t = {0, 0, 0, 0};
         for (;;) {
             int tile;
-    OMP(omp atomic capture)
+            OMP(omp atomic capture)
             tile = next++;
             while (tile >= before + here && ++i < count) {
                 before += here;
-                t = gemm_tiling(&list[i], 1 + (int)(wanted * gemm_work(&list[i])));
+                t = gemm_tiling(&list[i], (int)(wanted * gemm_work(&list[i]) + 0.99), threads);
                 here = t.down * t.across;
             }
             if (i >= count) break;
             const Gemm *g = &list[i];
             int i0 = (tile - before) % t.down * t.rows, j0 = (tile - before) / t.down * t.cols;
-            gemm_tile(g, i0, i0 + t.rows < g->m ? i0 + t.rows : g->m,
-                      j0, j0 + t.cols < g->n ? j0 + t.cols : g->n, mine);
+            gemm_tile(g, i0, gemm_min(i0 + t.rows, g->m), j0, gemm_min(j0 + t.cols, g->n), mine);
         }
     }
 }
@@ -549,26 +534,23 @@ GEMM_FN void gemm_grouped(const Gemm *list, int count, void *scratch) {
 GEMM_FN double fma_peak(int threads, double seconds) {
     double total = 0;
     (void)threads;
-    OMP(omp parallel num_threads(threads) reduction(+ : total))
-    {
+    OMP(omp parallel num_threads(threads) reduction(+ : total)) {
         volatile real source = (real)0.5, sink; // values that the compiler cannot foresee
-        vreal scale = vset(source), acc[GEMM_MR * GEMM_NV];
-        for (int i = 0; i < GEMM_MR * GEMM_NV; i++) acc[i] = vset(source + (real)i);
-        struct timespec begin, now;
+        vreal scale = vset(source), x[GEMM_MR * GEMM_NV];
+        for (int i = 0; i < GEMM_MR * GEMM_NV; i++) x[i] = vset(source + (real)i);
+        struct timespec from, now;
         double flop = 0, elapsed = 0;
-        timespec_get(&begin, TIME_UTC);
+        timespec_get(&from, TIME_UTC);
         while (elapsed < seconds) {
-            vreal x[GEMM_MR * GEMM_NV];
-            memcpy(x, acc, sizeof x);
             for (int k = 0; k < 100000; k++)
                 UNROLL for (int i = 0; i < GEMM_MR * GEMM_NV; i++) x[i] = vfma(x[i], scale, scale);
-            memcpy(acc, x, sizeof x);
             flop += 2.0 * 100000 * GEMM_MR * GEMM_NR;
             timespec_get(&now, TIME_UTC);
-            elapsed = (double)(now.tv_sec - begin.tv_sec);
-            elapsed += 1e-9 * (double)(now.tv_nsec - begin.tv_nsec);
+            elapsed =
+                (double)(now.tv_sec - from.tv_sec) + 1e-9 * (double)(now.tv_nsec - from.tv_nsec);
         }
-        for (int i = 0; i < GEMM_MR * GEMM_NV; i++) sink = acc[i][0];
+        for (int i = 0; i < GEMM_MR * GEMM_NV; i++)
+            for (int l = 0; l < VL; l++) sink = x[i][l];
         (void)sink;
         total += 1e-9 * flop / elapsed;
     }

@@ -342,6 +342,8 @@ static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *
     const int hd = a.head_dim, T = a.T, ld = a.n_heads * hd, group = a.n_heads / a.n_kv_heads;
     const real scale = 1 / root((real)hd);
     const size_t part = (size_t)(2 * QUERY_BLOCK * KEY_BLOCK) * sizeof(real) + gemm_serial_bytes();
+    real *all_D = scratch; // (B, n_heads, T)
+    scratch = (char *)scratch + round_up((size_t)a.B * a.n_heads * T * sizeof(real), ARENA_ALIGN);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)a.B * T * ld * (T / 2 + 1)))
     for (int task = 0; task < a.B * a.n_kv_heads; task++) {
         const int b = task / a.n_kv_heads, hk = task % a.n_kv_heads;
@@ -354,8 +356,9 @@ static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *
             const size_t head = ((size_t)b * a.n_heads + h) * T, at = (size_t)b * T * ld + h * hd;
             const real *q = (const real *)q_ + head * hd, *lse = (const real *)lse_ + head;
             const real *out = (const real *)out_ + at, *dout = (const real *)dout_ + at;
-            real *dq = (real *)dq_ + head * hd;
+            real *dq = (real *)dq_ + head * hd, *D = all_D + head;
             memset(dq, 0, (size_t)T * hd * sizeof(real));
+            for (int t = 0; t < T; t++) D[t] = dot(dout + (size_t)t * ld, out + (size_t)t * ld, hd);
             for (int j0 = 0; j0 < T; j0 += KEY_BLOCK) {
                 const int keys = min_int(KEY_BLOCK, T - j0);
                 const Operand K = {(const real *)k_ + kv + (size_t)j0 * hd, hd, NULL, 0};
@@ -370,13 +373,12 @@ static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *
                     for (int i = 0; i < rows; i++) {
                         const size_t t = i0 + i;
                         const int seen = min_int(keys, i0 + i - j0 + 1);
-                        const real D = dot(dout + t * ld, out + t * ld, hd);
                         real *pi = p + i * KEY_BLOCK, *dsi = ds + i * KEY_BLOCK;
                         for (int j = 0; j < seen; j += VL) {
                             vreal s = vload(pi + j, seen - j) * vset(scale);
                             vreal prob = vexp(s - vset(lse[t]));
                             vstore(pi + j, prob, seen - j);
-                            vstore(dsi + j, prob * (vload(dsi + j, seen - j) - vset(D)) * vset(scale), seen - j);
+                            vstore(dsi + j, prob * (vload(dsi + j, seen - j) - vset(D[t])) * vset(scale), seen - j);
                         }
                         for (int j = seen; j < keys; j++) pi[j] = dsi[j] = 0;
                     }
@@ -901,7 +903,9 @@ static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
     size_t need = gemm;
 #define EACH_THREAD(bytes) (threads * round_up(bytes, ARENA_ALIGN))
     need = largest(need, ((N + ROW_BLOCK - 1) / ROW_BLOCK) * 2 * qkv_rows(c) * r);                 // qk_rope_backward
-    need = largest(need, EACH_THREAD(2 * QUERY_BLOCK * (KEY_BLOCK + 2) * r + serial));             // attention
+    need = largest(need, EACH_THREAD(QUERY_BLOCK * (KEY_BLOCK + 2) * r + serial));                 // attention_forward
+    need = largest(need, round_up(N * c->n_heads * r, ARENA_ALIGN) +
+                             EACH_THREAD(2 * QUERY_BLOCK * KEY_BLOCK * r + serial));               // attention_backward
     need = largest(need, (N / ROUTER_BLOCK + 1) * (E + 1) * r + 2 * threads * E * r);              // router_forward
     need = largest(need, round_up((N + 3 * threads) * E * r, ARENA_ALIGN) + gemm);                 // router_backward
     need = largest(need, list + gemm);                                                             // expert products

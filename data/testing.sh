@@ -6,14 +6,15 @@
 # reason" if it ended with `skip reason`, else "FAIL NAME: reason" with the last line it wrote. `no
 # REASON` ends it. Folders are under $work, removed at exit.
 #
-# `run STATUS COMMAND...` is the usual step: the exit status must be STATUS; stdout is in the file
-# out, stderr in err. TRAIN, TEST, CC, MAKE and SAN come from `make test`; without it, a script
-# tests ./train_moe.
+# `run STATUS COMMAND...` is the usual step: the exit status must be STATUS; what the command wrote is
+# in the files stdout and stderr. TRAIN, TEST, CC, MAKE and SAN come from `make test`; without it, a
+# script tests ./train_moe.
 set -uo pipefail
 export LC_ALL=C
 # More threads than processors is what several checks are about: waiting threads must not spin.
 export OMP_WAIT_POLICY=passive
-export LSAN_OPTIONS=${LSAN_OPTIONS:-detect_leaks=0} # a run that ends with an error frees nothing
+# A sanitizer's report is no ordinary failure. (A run that ends with an error frees nothing.)
+export ASAN_OPTIONS=exitcode=66:detect_leaks=0 UBSAN_OPTIONS=exitcode=66:print_stacktrace=1
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 TRAIN=${TRAIN:-$root/train_moe} TEST=${TEST:-$root/test_moe}
@@ -32,7 +33,7 @@ check() {
     local name=$1 reason status
     shift
     rm -rf "$work/check" && mkdir "$work/check" || exit 1
-    reason=$(cd "$work/check" && "$@" 2>&1)
+    reason=$(cd "$work/check" && trap 'kill $(jobs -p) 2>/dev/null' EXIT && "$@" 2>&1)
     status=$?
     reason=$(tail -n 1 <<<"$reason")
     case $status in
@@ -42,22 +43,25 @@ check() {
     esac
 }
 
+reason() { grep -m 1 -E "Sanitizer|runtime error:" stderr || tail -n 1 stderr; }
 run() {
     local want=$1 got=0
     shift
-    "$@" </dev/null >out 2>err || got=$?
+    "$@" </dev/null >stdout 2>stderr || got=$?
     [ $got = "$want" ] ||
-        no "exit status $got, expected $want: $(basename "$1") ${*:2}: $(tail -n 1 err)"
-    ! grep -E 'ERROR: .*Sanitizer|runtime error:' err || no "sanitizer: ${*:2}"
+        no "exit status $got, expected $want: $(basename "$1") ${*:2}: $(reason)"
 }
 
 # PATTERN (grep -E) is in a line of stderr, or in FILE.
-said() { grep -qE -e "$1" "${2:-err}" || no "not said: '$1', but: $(tail -n 1 "${2:-err}")"; }
+said() { grep -qE -e "$1" "${2:-stderr}" || no "not said: '$1', but: $(tail -n 1 "${2:-stderr}")"; }
 # stderr is one line, an error that has all the PATTERNs.
 refused() {
-    local pattern
-    [ "$(wc -l <err)" = 1 ] || no "expected one line on stderr, found $(wc -l <err): $(head -n 1 err)"
-    for pattern in '^train_moe: error: ' "$@"; do said "$pattern"; done
+    local line pattern
+    line=$(<stderr)
+    [[ $line && $line != *$'\n'* ]] || no "expected one line on stderr, found: ${line//$'\n'/ // }"
+    for pattern in '^train_moe: error: ' "$@"; do
+        [[ $line =~ $pattern ]] || no "not said: '$pattern', but: $line"
+    done
 }
 same() { cmp -s "$1" "$2" || no "${3:-} $1 and $2 differ"; }
 
