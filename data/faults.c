@@ -52,7 +52,8 @@ static const char *path_of(int fd, char path[4096]) {
 static int fails(const char *call, const char *path) {
     static int calls;
     if (!concerns(call, path) || ++calls != atoi(setting("FAULT_N"))) return 0;
-    const int fd = (int)syscall(SYS_openat, AT_FDCWD, setting("FAULT_MARK"), O_WRONLY | O_CREAT, 0666);
+    const int fd =
+        (int)syscall(SYS_openat, AT_FDCWD, setting("FAULT_MARK"), O_WRONLY | O_CREAT, 0666);
     if (fd >= 0) {
         if (syscall(SYS_write, fd, path, strlen(path)) < 0) {}
         syscall(SYS_close, fd);
@@ -97,12 +98,12 @@ int close(int fd) {
     return bad ? -1 : rc;
 }
 
-#define OPEN_MODE(flags, mode) \
-    do { \
-        va_list ap; \
-        va_start(ap, flags); \
-        if ((flags) & O_CREAT) mode = va_arg(ap, mode_t); \
-        va_end(ap); \
+#define OPEN_MODE(flags, mode)                          \
+    do {                                                \
+        va_list ap;                                     \
+        va_start(ap, flags);                            \
+        if ((flags)&O_CREAT) mode = va_arg(ap, mode_t); \
+        va_end(ap);                                     \
     } while (0)
 static int open_fails(const char *path, int flags) {
     return (flags & (O_WRONLY | O_RDWR | O_CREAT)) && fails("open", path);
@@ -132,7 +133,9 @@ FILE *fopen64(const char *path, const char *mode) {
 int rename(const char *from, const char *to) {
     return fails("rename", to) ? -1 : NEXT(rename)(from, to);
 }
-int mkdir(const char *path, mode_t mode) { return fails("mkdir", path) ? -1 : NEXT(mkdir)(path, mode); }
+int mkdir(const char *path, mode_t mode) {
+    return fails("mkdir", path) ? -1 : NEXT(mkdir)(path, mode);
+}
 int symlink(const char *target, const char *path) {
     return fails("symlink", path) ? -1 : NEXT(symlink)(target, path);
 }
