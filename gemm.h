@@ -330,7 +330,7 @@ typedef struct {
 #define GEMM_NC         384           // columns packed at a time, at most: 384 KiB of floats in L2
 #define GEMM_MA         (8 * GEMM_MR) // rows of a transposed A packed at a time
 #define GEMM_LINE       ((int)(64 / sizeof(real))) // reals in a cache line
-#define GEMM_SPLIT_COLS 128 // a product is cut for more threads down to tiles of this many
+#define GEMM_SPLIT_COLS 256 // a product is cut for more threads down to tiles of this many
 #define GEMM_SPLIT_ROWS 96  // columns and rows; below, packing outweighs the balance
 #define GEMM_TILES      4   // tiles for each thread, so that the last ones end together
 #define GEMM_ALONE      (64 * 64 * 64) // multiply-adds under which no second thread is woken

@@ -33,7 +33,8 @@ same_sum() { # COMMAND...: what stands before the flags
 # A build with other settings, in a folder of its own under build/: says which.
 built() { # MAKE'S SETTINGS...
     local folder
-    folder=$($MAKE --no-print-directory -s --eval='folder: ; @echo $(B)' folder "$@" 2>"$work/make.log") ||
+    folder=$($MAKE --no-print-directory -s --eval='folder: ; @echo $(B)' folder "$@" \
+        2>"$work/make.log") ||
         skip "$(grep -v '^make' "$work/make.log" | tail -n 1)"
     $MAKE --no-print-directory "$folder/train_moe" "$@" >"$work/make.log" 2>&1 ||
         no "does not build: $(grep -E 'error|undefined' "$work/make.log" | head -n 1)"
@@ -55,7 +56,12 @@ has_cpu() { # FLAG...: of /proc/cpuinfo
     local flag
     for flag; do grep -qsw "$flag" /proc/cpuinfo || return 1; done
 }
-x86() { case $($CC -dumpmachine) in x86_64-* | amd64-*) ;; *) skip "not an x86-64 machine" ;; esac; }
+x86() {
+    case $($CC -dumpmachine) in
+        x86_64-* | amd64-*) ;;
+        *) skip "not an x86-64 machine" ;;
+    esac
+}
 avx512=(avx512f avx512vl avx512dq avx512bw)
 
 threads() { same_sum "$TRAIN" train --threads "$1"; }

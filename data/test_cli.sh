@@ -220,7 +220,7 @@ END
 }
 check cli/words words
 
-# ---- files that are not what they should be --------------------------------------------------------
+# ---- files that are not what they should be -----------------------------------------------------
 inputs() {
     local n
     : >empty
@@ -237,7 +237,8 @@ inputs() {
     run 2 "$TRAIN" "${tiny[@]}" --steps 1 --out o --input short --seq 33 --val-fraction 0
     refused short '\b33\b' '\b34\b'
     [ ! -e o ] || no "a refused run made its folder"
-    run 0 "$TRAIN" "${tiny[@]}" --steps 3 --out o --input short --seq 32 --val-fraction 0 --eval-every 1
+    run 0 "$TRAIN" "${tiny[@]}" --steps 3 --out o --input short --seq 32 --val-fraction 0 \
+        --eval-every 1
     said 'no validation'
     ! grep -q val_loss o/metrics.jsonl || no "a validation loss without a validation text"
     steps_logged o 3
@@ -287,8 +288,10 @@ check cli/not_checkpoints not_checkpoints
 # ---- sizes ---------------------------------------------------------------------------------------
 edges() {
     local e
-    for e in '--experts 3 --topk 3' '--experts 1 --topk 1' '--batch 1' '--batch 1 --total-batch 48' \
-        '--seq 1' '--experts 1 --topk 1 --batch 1 --recompute 2' '--d-expert 1' '--layers 3 --experts 9'; do
+    for e in '--experts 3 --topk 3' '--experts 1 --topk 1' '--batch 1' \
+        '--batch 1 --total-batch 48' \
+        '--seq 1' '--experts 1 --topk 1 --batch 1 --recompute 2' '--d-expert 1' \
+        '--layers 3 --experts 9'; do
         rm -rf o
         train --steps 3 --out o $e --eval-every 1 --eval-batches 3 --sample-every 2 --save-every 1
         steps_logged o 3
@@ -354,7 +357,8 @@ generate() {
     cp stdout first
     for n in {9..16}; do
         long=$(head -c $n first; echo .)
-        run 0 "$TRAIN" generate --model model --tokens $((58 - n)) --temperature 0 --prompt "${long%.}"
+        run 0 "$TRAIN" generate --model model --temperature 0 --tokens $((58 - n)) \
+            --prompt "${long%.}"
         same first stdout "prompt of $n bytes:"
     done
     # any bytes
@@ -388,13 +392,14 @@ evaluation() {
         awk -v a="$logged" '{ d = a - $2; exit !(d < 1e-6 && d > -1e-6) }' stdout ||
             no "--batch $batch: $(cat stdout), the log has $logged"
         said " $(($(wc -c <"$work/other") - 1)) tokens" stdout
-        awk '{ p = exp($2) / $5 - 1; b = $2 / log(2) - $10; exit !(p * p < 1e-8 && b * b < 1e-8) }' stdout ||
+        awk '{ p = exp($2) / $5 - 1; b = $2 / log(2) - $10
+            exit !(p * p < 1e-8 && b * b < 1e-8) }' stdout ||
             no "perplexity or bits per byte: $(cat stdout)"
     done
 }
 check cli/eval_is_the_validation_loss evaluation
 
-# ---- five seeds, and one that must fail --------------------------------------------------------------
+# ---- five seeds, and one that must fail ---------------------------------------------------------
 seeds() {
     local seed
     for seed in 1 2 3 4 5; do
@@ -402,9 +407,11 @@ seeds() {
         ! grep -iE 'nan|inf' o$seed/metrics.jsonl || no "seed $seed is not finite"
         steps_logged o$seed 300
         awk -F'[:,]' '{ sum += $6 } NR % 20 == 0 { at[NR] = sum / 20; sum = 0 }
-            END { exit !(at[300] < at[20] - 1) }' o$seed/metrics.jsonl || no "seed $seed does not learn"
+            END { exit !(at[300] < at[20] - 1) }' o$seed/metrics.jsonl ||
+                no "seed $seed does not learn"
     done
-    ! cmp -s o1/latest/model.safetensors o2/latest/model.safetensors || no "seeds make no difference"
+    ! cmp -s o1/latest/model.safetensors o2/latest/model.safetensors ||
+        no "seeds make no difference"
 }
 check cli/five_seeds seeds
 
@@ -412,10 +419,12 @@ diverges() {
     local step
     run 1 "$TRAIN" --input "$work/text" "${tiny[@]}" --out o --steps 3000 --schedule constant \
         --warmup 200 --lr 100 --eval-every 0 --save-every 5 --grad-clip 1 --threads 1
-    refused 'step [0-9]+: ' 'layer [0-9]|[a-z_]+\.weight|token [0-9]' 'no weight was changed' ' o[;,. ]'
+    refused 'step [0-9]+: ' \
+        'layer [0-9]|[a-z_]+\.weight|token [0-9]' 'no weight was changed' ' o[;,. ]'
     ! grep -q 'layer -1' stderr || no "there is no layer -1: $(cat stderr)"
     step=$(sed -nE 's/.*step ([0-9]+): .*/\1/p' stderr)
-    [ "$(readlink o/latest)" = "$(printf step_%08d $(((step - 1) / 5 * 5)))" ] || no "latest is not before"
+    [ "$(readlink o/latest)" = "$(printf step_%08d $(((step - 1) / 5 * 5)))" ] ||
+        no "latest is not before"
     steps_logged o $((step - 1))
     ! grep -iE 'nan|inf' o/metrics.jsonl || no "the log is not finite"
     run 0 "$TRAIN" eval --model o/latest --input "$work/other" --eval-batches 1

@@ -64,7 +64,8 @@ kill_9() {
         [ -d o ] && ls o | grep -q ^step_ || continue
         all_load o
         last=$(ls o | sed -n 's/^step_0*//p' | tail -n 1)
-        [ "$last" -ge "${newest:-0}" ] || no "kill $killed: step $newest was saved, now there is $last"
+        [ "$last" -ge "${newest:-0}" ] ||
+            no "kill $killed: step $newest was saved, now there is $last"
     done
     [ $chains -gt 0 ] || no "no chain came to its end"
 }
@@ -121,14 +122,16 @@ sweep() { # CALL STRIDE PREPARE
             grep '^train_moe: error: ' stderr >error
             [ "$(wc -l <error)" = 1 ] || no "$where: expected one error: $(cat stderr)"
             grep -q 'o/' error || no "$where: the error names no file: $(cat error)"
-            grep -qE 'No space left|Input/output error' error || no "$where: no reason: $(cat error)"
+            grep -qE 'No space left|Input/output error' error ||
+                no "$where: no reason: $(cat error)"
         fi
         [ "$3" = before ] && all_load o
         loads o/step_0000000$((base - 1))
         run 0 "$TRAIN" --resume o --steps $((base + 1))
         same_run full o
         steps_logged o $((base + 1))
-        [ -z "$(find o -name '.*' ! -name .lock)" ] || no "$where: left behind: $(find o -name '.*')"
+        [ -z "$(find o -name '.*' ! -name .lock)" ] ||
+            no "$where: left behind: $(find o -name '.*')"
     done
     [ $fired -gt 0 ] || no "no $call was made to fail"
     [ $status = 0 ] || no "$call without a fault: exit status $status: $(cat stderr)"
@@ -167,7 +170,7 @@ limited() { (ulimit -f "$1" && exec "${@:2}"); }
 file_size_limit() {
     local blocks
     before
-    for blocks in 1 4 14 30; do # the log, a small file, the weights, the moments (blocks of 1024 bytes)
+    for blocks in 1 4 14 30; do # the log, a small file, the weights, the moments (KiB)
         restart
         run 1 limited $blocks "$TRAIN" --resume o --steps $((base + 1))
         refused 'File too large'
@@ -197,7 +200,8 @@ full_disk() {
         rm "$disk/fill"
         run 0 "$TRAIN" --resume "$disk/o" --steps 10 --keep 2
         [ -e full10 ] || { train --out full10 --steps 10 --keep 2; }
-        same full10/latest/model.safetensors "$disk/o/step_00000010/model.safetensors" "$free pages:"
+        same full10/latest/model.safetensors "$disk/o/step_00000010/model.safetensors" \
+            "$free pages:"
         same full10/latest/optimizer.safetensors "$disk/o/step_00000010/optimizer.safetensors"
     done
 }
@@ -209,7 +213,8 @@ on_disk() {
     umount "$disk"
 }
 disk_check() {
-    if [ "$(id -u)" = 0 ] && mkdir -p "$work/disk" && mount -t tmpfs none "$work/disk" 2>/dev/null; then
+    mkdir -p "$work/disk"
+    if [ "$(id -u)" = 0 ] && mount -t tmpfs none "$work/disk" 2>/dev/null; then
         umount "$work/disk"
         on_disk
     elif unshare -rm true 2>/dev/null; then
@@ -255,7 +260,8 @@ stdout() {
         [ "$how" != '>/dev/full' ] || [ $status = 1 ] || no "$how: output is lost and nothing said"
         same_run full o
         steps_logged o 6
-        ! grep -rqs 'loss .* | norm' o || no "$how: output went into $(grep -rls 'loss .* | norm' o)"
+        ! grep -rqs 'loss .* | norm' o ||
+            no "$how: output went into $(grep -rls 'loss .* | norm' o)"
         ! grep -q '[^0-9]' o/.lock || no "$how: output went into the lock"
     done
     rm -rf o

@@ -203,7 +203,8 @@ flags() {
     local flag
     train --out o --steps 6 --save-every 3
     contents o | grep -v lock >before
-    for flag in --lr=0.001 --batch=8 --seq=16 --d-model=64 --seed=2 --optimizer=sgd --schedule=linear \
+    for flag in --lr=0.001 --batch=8 --seq=16 --d-model=64 --seed=2 --optimizer=sgd \
+        --schedule=linear \
         --min-lr=0 --warmup=9 --grad-clip=2 --aux-loss=0 --total-batch=256 --val-fraction=0.2 \
         --experts=8 --topk=1 --weight-decay=0 --beta2=0.9 --input=/dev/null; do
         run 2 "$TRAIN" --resume o --steps 7 $flag
@@ -318,9 +319,11 @@ keep() {
         sort -g | awk 'NR == 1 { printf "step_%08d", $2 }')
     [ "$best" != step_00000040 ] || no "the last step is the best: this shows nothing"
     [ "$(readlink o/best)" = "$best" ] || no "best is $(readlink o/best), the log says $best"
-    [ "$(cd o && echo step_*)" = "$best step_00000040" ] || no "--keep 1 kept $(cd o && echo step_*)"
+    [ "$(cd o && echo step_*)" = "$best step_00000040" ] ||
+        no "--keep 1 kept $(cd o && echo step_*)"
     train --out p --steps 9 --keep 3 --save-every 1 --eval-every 0
-    [ "$(cd p && echo step_*)" = "step_00000007 step_00000008 step_00000009" ] || no "--keep 3: $(ls p)"
+    [ "$(cd p && echo step_*)" = "step_00000007 step_00000008 step_00000009" ] ||
+        no "--keep 3: $(ls p)"
     [ ! -e p/best ] || no "best without a validation"
     train --out q --steps 4 --keep 0 --save-every 1 --eval-every 0
     [ "$(ls -d q/step_* | wc -l)" = 4 ] || no "--keep 0: $(ls q)"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The test program and every command under the address and undefined-behaviour sanitizers: no report.
+# The test program and every command under the address and undefined-behaviour sanitizers.
+# No report may come.
 # `make SAN=1 test` runs all tests that way; this is the short form that is part of `make test`.
 . "$(dirname "$0")/testing.sh"
 
@@ -11,10 +12,12 @@ sanitized() { # COMPILER PROGRAM
     local folder
     command -v "$1" >/dev/null || skip "no $1 here"
     printf 'int main(void) { return 0; }\n' >probe.c
-    "$1" -fsanitize=address,undefined probe.c -o probe >probe.log 2>&1 && ./probe >>probe.log 2>&1 ||
+    "$1" -fsanitize=address,undefined probe.c -o probe >probe.log 2>&1 &&
+        ./probe >>probe.log 2>&1 ||
         skip "$1 has no sanitizers here: $(tail -n 1 probe.log)"
     cd "$root" || exit 1
-    folder=$($MAKE --no-print-directory -s --eval='folder: ; @echo $(B)' folder CC="$1" SAN=1 2>&1) ||
+    folder=$($MAKE --no-print-directory -s --eval='folder: ; @echo $(B)' folder \
+        CC="$1" SAN=1 2>&1) ||
         skip "$(tail -n 1 <<<"$folder")"
     $MAKE --no-print-directory "$folder/$2" CC="$1" SAN=1 >"$work/make.log" 2>&1 ||
         no "does not build: $(grep -E 'error|undefined' "$work/make.log" | head -n 1)"
@@ -33,8 +36,10 @@ commands() {
     program "$1" train_moe
     run 0 "$san" --input "$work/text" --out o "${tiny[@]}" --threads 2
     run 0 "$san" --resume o --steps 9 --threads 3
-    run 0 "$san" --init o/best --input "$work/text" --out p --seq 33 --steps 3 --recompute 2 --batch 1
-    for o in '--experts 1 --topk 1' '--optimizer sgd --tied 1 --topk 5' '--recompute 1 --norm-topk 0'; do
+    run 0 "$san" --init o/best --input "$work/text" --out p --seq 33 --steps 3 --recompute 2 \
+        --batch 1
+    for o in '--experts 1 --topk 1' '--optimizer sgd --tied 1 --topk 5' \
+        '--recompute 1 --norm-topk 0'; do
         run 0 "$san" --input "$work/text" --out "o $o" "${tiny[@]}" $o --steps 3 --threads 2
         run 0 "$san" --resume "o $o" --steps 4
     done
@@ -57,7 +62,8 @@ commands() {
 tests() {
     [ -e "$root/test_moe.c" ] || skip "no test_moe.c"
     program "$1" test_moe
-    "$san" >out 2>stderr || no "exit status $?: $(grep -E 'Sanitizer|runtime error|^FAIL' out stderr | head -n 1)"
+    "$san" >out 2>stderr ||
+        no "exit status $?: $(grep -E 'Sanitizer|runtime error|^FAIL' out stderr | head -n 1)"
     ! grep -E '^FAIL' out || no "$(grep '^FAIL' out | head -n 1)"
     grep -q '^ok ' out || no "test_moe tried nothing"
 }

@@ -6,7 +6,7 @@
 # reason" if it ended with `skip reason`, else "FAIL NAME: reason" with the last line it wrote. `no
 # REASON` ends it. Folders are under $work, removed at exit.
 #
-# `run STATUS COMMAND...` is the usual step: the exit status must be STATUS; what the command wrote is
+# `run STATUS COMMAND...` is the usual step: the exit status must be STATUS; what it wrote is
 # in the files stdout and stderr. TRAIN, TEST, CC, MAKE and SAN come from `make test`; without it, a
 # script tests ./train_moe.
 set -uo pipefail
@@ -88,8 +88,11 @@ log() { sed -E 's/"(step_ms|tok_per_s|elapsed_s)":[^,}]*,?//g; s/,}/}/' "$1/metr
 # Two runs ended alike: weights, moments, log, best.
 same_run() {
     local file
-    for file in model.safetensors optimizer.safetensors; do same "$1/latest/$file" "$2/latest/$file"; done
-    [ "$(readlink "$1/latest")" = "$(readlink "$2/latest")" ] || no "$1/latest, $2/latest: other steps"
+    for file in model.safetensors optimizer.safetensors; do
+        same "$1/latest/$file" "$2/latest/$file"
+    done
+    [ "$(readlink "$1/latest")" = "$(readlink "$2/latest")" ] ||
+        no "$1/latest, $2/latest: other steps"
     [ "$(readlink "$1/best")" = "$(readlink "$2/best")" ] ||
         no "$1/best is $(readlink "$1/best"), $2/best is $(readlink "$2/best")"
     log "$1" >log.a
@@ -105,7 +108,9 @@ steps_logged() {
 }
 
 # What is in a folder: names, links, content. Two equal outputs: nothing changed.
-contents() { (cd "$1" && find . -printf '%p %y %l %T@ ' \( -type f -exec cksum {} \; -o -print \) | sort); }
+contents() {
+    (cd "$1" && find . -printf "%p %y %l %T@ " \( -type f -exec cksum {} \; -o -print \) | sort)
+}
 
 checkpoint_files="config.json model.safetensors optimizer.safetensors trainer.json"
 complete() {
