@@ -1,13 +1,14 @@
-/* commands.h: what train_moe does besides training: generate, eval, info, bench; and what they share with it.
+/* commands.h: what train_moe does besides training: generate, eval, info, bench; and what they
+   share with it.
 
-   Options is everything that the command line can say; train_moe.c fills it (its table of flags says how) and
-   calls one of the command_* functions here, or trains. In order:
+   Options is everything that the command line can say; train_moe.c fills it (its table of flags
+   says how) and calls one of the command_* functions here, or trains. In order:
      options and presets
      a model from a checkpoint folder
      evaluation: mean cross entropy over the held-out part
-     sampling: temperature, top-k, top-p; a Generator feeds a model its own tokens through the key-value cache
+     sampling: temperature, top-k, top-p; a Generator feeds a model its own tokens through the cache
      info: parameters, memory by class and FLOPs, before anything is allocated
-     bench: the measured peak of this machine and what share of it products and training steps reach */
+     bench: the measured peak of this machine, and what products and training steps reach of it */
 #ifndef COMMANDS_H
 #define COMMANDS_H
 
@@ -21,7 +22,10 @@
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } Schedule;
 
 enum { MAX_PATHS = 256 };
-typedef struct Paths { const char *at[MAX_PATHS]; int n; } Paths;
+typedef struct Paths {
+    const char *at[MAX_PATHS];
+    int n;
+} Paths;
 
 typedef struct Options {
     // data and folders
@@ -45,14 +49,16 @@ typedef struct Options {
     double temperature, top_p;
 } Options;
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // presets
 
-/* Shapes and training settings that work together. The last three are the public models that the architecture
-   covers, for info and for checkpoints of theirs. qk-norm, norm-topk, theta and eps as in their config.json. */
+/* Shapes and training settings that work together. The last three are the public models that the
+   architecture covers, for info and for checkpoints of theirs. qk-norm, norm-topk, theta and eps as
+   in their config.json. */
 typedef struct Preset {
     const char *name;
-    int layers, d_model, heads, kv_heads, head_dim, experts, topk, d_expert, seq, vocab, qk_norm, norm_topk;
+    int layers, d_model, heads, kv_heads, head_dim, experts, topk, d_expert, seq, vocab, qk_norm,
+        norm_topk;
     double theta, eps, aux_loss, z_loss;
     int batch, warmup;
     int64_t steps;
@@ -62,17 +68,17 @@ typedef struct Preset {
 
 static const Preset presets[] = {
     // tiny: reaches its loss on a megabyte of text in three minutes on two cores
-    {"tiny", 4, 192, 4, 2, 48, 8, 2, 192, 128, 256, QK_NORM_HEAD, 1, 1e4, 1e-6, 0.01, 1e-4,
-     16, 50, 740, 4e-3, 2e-4, 0.1, 0.99, 370, 740, 370},
+    {"tiny", 4, 192, 4, 2, 48, 8, 2, 192, 128, 256, QK_NORM_HEAD, 1, 1e4, 1e-6, 0.01, 1e-4, 16, 50,
+        740, 4e-3, 2e-4, 0.1, 0.99, 370, 740, 370},
     // small: the shape that is measured
-    {"small", 6, 384, 6, 6, 64, 8, 2, 512, 256, 256, QK_NORM_HEAD, 1, 1e4, 1e-6, 0.01, 1e-4,
-     16, 100, 2000, 1e-3, 1e-4, 0.1, 0.99, 250, 500, 500},
-    {"olmoe-1b-7b", 16, 2048, 16, 16, 128, 64, 8, 1024, 4096, 50304, QK_NORM_FULL, 0, 1e4, 1e-5, 0.01, 1e-3,
-     1, 2000, 100000, 4e-4, 4e-5, 0.1, 0.95, 1000, 0, 1000},
-    {"mixtral-8x7b", 32, 4096, 32, 8, 128, 8, 2, 14336, 4096, 32000, QK_NORM_NONE, 1, 1e6, 1e-5, 0.02, 0,
-     1, 2000, 100000, 3e-4, 3e-5, 0.1, 0.95, 1000, 0, 1000},
-    {"qwen3-30b-a3b", 48, 2048, 32, 4, 128, 128, 8, 768, 4096, 151936, QK_NORM_HEAD, 1, 1e6, 1e-6, 0.001, 0,
-     1, 2000, 100000, 3e-4, 3e-5, 0.1, 0.95, 1000, 0, 1000},
+    {"small", 6, 384, 6, 6, 64, 8, 2, 512, 256, 256, QK_NORM_HEAD, 1, 1e4, 1e-6, 0.01, 1e-4, 16,
+        100, 2000, 1e-3, 1e-4, 0.1, 0.99, 250, 500, 500},
+    {"olmoe-1b-7b", 16, 2048, 16, 16, 128, 64, 8, 1024, 4096, 50304, QK_NORM_FULL, 0, 1e4, 1e-5,
+        0.01, 1e-3, 1, 2000, 100000, 4e-4, 4e-5, 0.1, 0.95, 1000, 0, 1000},
+    {"mixtral-8x7b", 32, 4096, 32, 8, 128, 8, 2, 14336, 4096, 32000, QK_NORM_NONE, 1, 1e6, 1e-5,
+        0.02, 0, 1, 2000, 100000, 3e-4, 3e-5, 0.1, 0.95, 1000, 0, 1000},
+    {"qwen3-30b-a3b", 48, 2048, 32, 4, 128, 128, 8, 768, 4096, 151936, QK_NORM_HEAD, 1, 1e6, 1e-6,
+        0.001, 0, 1, 2000, 100000, 3e-4, 3e-5, 0.1, 0.95, 1000, 0, 1000},
 };
 enum { N_PRESETS = sizeof presets / sizeof *presets };
 
@@ -83,20 +89,23 @@ static void apply_preset(Options *o, const char *name) {
     if (!p) {
         char all[256] = "";
         for (int i = 0; i < N_PRESETS; i++)
-            snprintf(all + strlen(all), sizeof all - strlen(all), "%s%s", i ? ", " : "", presets[i].name);
+            snprintf(all + strlen(all), sizeof all - strlen(all), "%s%s", i ? ", " : "",
+                presets[i].name);
         die(USER_ERROR, "--preset: expected one of %s, found '%s'", all, name);
     }
-    Config c = {p->vocab, p->seq, p->layers, p->d_model, p->heads, p->kv_heads, p->head_dim, p->experts, p->topk,
-                p->d_expert, 0, 0, p->topk * p->d_expert, p->qk_norm, ROUTER_SOFTMAX, p->norm_topk, 0, p->theta, p->eps};
+    Config c = {p->vocab, p->seq, p->layers, p->d_model, p->heads, p->kv_heads, p->head_dim,
+        p->experts, p->topk, p->d_expert, 0, 0, p->topk * p->d_expert, p->qk_norm, ROUTER_SOFTMAX,
+        p->norm_topk, 0, p->theta, p->eps};
     o->preset = p->name;
     o->c = c;
     o->aux_loss = p->aux_loss, o->z_loss = p->z_loss;
     o->batch = p->batch, o->warmup = p->warmup, o->steps = p->steps;
-    o->lr = p->lr, o->min_lr = p->min_lr, o->weight_decay = p->weight_decay, o->beta1 = 0.9, o->beta2 = p->beta2;
+    o->lr = p->lr, o->min_lr = p->min_lr, o->weight_decay = p->weight_decay, o->beta1 = 0.9,
+    o->beta2 = p->beta2;
     o->eval_every = p->eval_every, o->sample_every = p->sample_every, o->save_every = p->save_every;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // small things
 
 static double now_s(void) {
@@ -112,14 +121,19 @@ static const Backend *backend_of(const Options *o) {
 
 // "12.4k", "3.10M"
 static const char *human(double x, char buf[32]) {
-    if (x >= 1e9) snprintf(buf, 32, "%.2fG", x / 1e9);
-    else if (x >= 1e6) snprintf(buf, 32, "%.2fM", x / 1e6);
-    else if (x >= 1e4) snprintf(buf, 32, "%.1fk", x / 1e3);
-    else snprintf(buf, 32, "%.0f", x);
+    if (x >= 1e9)
+        snprintf(buf, 32, "%.2fG", x / 1e9);
+    else if (x >= 1e6)
+        snprintf(buf, 32, "%.2fM", x / 1e6);
+    else if (x >= 1e4)
+        snprintf(buf, 32, "%.1fk", x / 1e3);
+    else
+        snprintf(buf, 32, "%.0f", x);
     return buf;
 }
 
-// One number of a file of the kernel's (/proc, /sys), after `key` where there is one; -1 when it cannot be had.
+// One number of a file of the kernel's (/proc, /sys), after `key` where there is one; -1 when it
+// cannot be had.
 static double kernel_number(const char *path, const char *key) {
     char line[256];
     double x = -1;
@@ -134,9 +148,11 @@ static double kernel_number(const char *path, const char *key) {
     return x;
 }
 
-// Bytes that this process may still take: what the machine has free, or what its control group leaves.
+// Bytes that this process may still take: what the machine has free, or what its control group
+// leaves.
 static double memory_available(void) {
-    double kib = kernel_number("/proc/meminfo", "MemAvailable:"), free_bytes = kib < 0 ? 1e30 : kib * 1024;
+    double kib = kernel_number("/proc/meminfo", "MemAvailable:"),
+           free_bytes = kib < 0 ? 1e30 : kib * 1024;
     const double most = kernel_number("/sys/fs/cgroup/memory.max", "");
     const double used = kernel_number("/sys/fs/cgroup/memory.current", "");
     if (most > 0 && used >= 0 && most - used < free_bytes) free_bytes = most - used;
@@ -147,10 +163,11 @@ static double memory_available(void) {
 static void check_memory(double need, const char *advice) {
     const double have = memory_available();
     if (need > have)
-        die(USER_ERROR, "this needs %.1f MB of memory and %.1f MB are available; %s", need / 1e6, have / 1e6, advice);
+        die(USER_ERROR, "this needs %.1f MB of memory and %.1f MB are available; %s", need / 1e6,
+            have / 1e6, advice);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // a model from a checkpoint
 
 static int is_folder(const char *path) {
@@ -163,7 +180,8 @@ static int has_file(const char *folder, const char *name) {
     return snprintf(path, sizeof path, "%s/%s", folder, name) < CKPT_PATH && !stat(path, &st);
 }
 
-// The best (or newest) checkpoint of the run in out/ that was written to last; "" when there is none.
+// The best (or newest) checkpoint of the run in out/ that was written to last; "" when there is
+// none.
 static void newest_run(char path[CKPT_PATH], const char *link) {
     time_t newest = 0;
     glob_t g;
@@ -182,23 +200,32 @@ static void newest_run(char path[CKPT_PATH], const char *link) {
     }
 }
 
-/* Which folder --model or --init means: a checkpoint itself, or a run, whose best (else newest) it is. */
+/* Which folder --model or --init means: a checkpoint itself, or a run, whose best (else newest) it
+   is. */
 static void find_checkpoint(char path[CKPT_PATH], const char *flag, const char *given) {
     if (!given) {
         newest_run(path, "best");
         if (!*path) newest_run(path, "latest");
         if (!*path)
-            die(USER_ERROR, "%s: no run found in out/; expected %s FOLDER, a checkpoint or the --out of a run", flag, flag);
+            die(USER_ERROR,
+                "%s: no run found in out/; expected %s FOLDER, a checkpoint or the --out of a run",
+                flag, flag);
         return;
     }
     snprintf(path, CKPT_PATH, "%s", given);
     if (has_file(given, "config.json")) return;
-    if (snprintf(path, CKPT_PATH, "%s/best", given) < CKPT_PATH && has_file(path, "config.json")) return;
-    if (snprintf(path, CKPT_PATH, "%s/latest", given) < CKPT_PATH && has_file(path, "config.json")) return;
+    if (snprintf(path, CKPT_PATH, "%s/best", given) < CKPT_PATH && has_file(path, "config.json"))
+        return;
+    if (snprintf(path, CKPT_PATH, "%s/latest", given) < CKPT_PATH && has_file(path, "config.json"))
+        return;
     if (is_folder(given))
-        die(USER_ERROR, "%s %s: expected a checkpoint (a folder with config.json and model.safetensors) or the folder "
-            "of a run, found a folder without either", flag, given);
-    die(USER_ERROR, "%s %s: expected a checkpoint folder, found %s", flag, given, looks_like(given));
+        die(USER_ERROR,
+            "%s %s: expected a checkpoint (a folder with config.json and model.safetensors) or the "
+            "folder "
+            "of a run, found a folder without either",
+            flag, given);
+    die(USER_ERROR, "%s %s: expected a checkpoint folder, found %s", flag, given,
+        looks_like(given));
 }
 
 static void read_config(Config *c, const char *folder) {
@@ -217,32 +244,43 @@ static void read_tokenizer(Tokenizer *t, const Config *c, const char *folder) {
     Err err;
     if (tokenizer_load(t, folder, &err)) die(USER_ERROR, "%s", err.text);
     if (t->vocab_size > c->vocab_size)
-        die(USER_ERROR, "%s: the tokenizer has %d tokens and the model's vocabulary %d; they belong to different models",
+        die(USER_ERROR,
+            "%s: the tokenizer has %d tokens and the model's vocabulary %d; they belong to "
+            "different models",
             folder, t->vocab_size, c->vocab_size);
 }
 
 static void open_data(Data *d, const Options *o, const Tokenizer *t) {
     Err err;
-    if (!o->input.n) die(USER_ERROR, "--input: expected a text file, a folder or a pattern; none was given");
-    if (data_open(d, o->input.at, o->input.n, o->val.at, o->val.n, o->val_fraction, o->c.seq_len, (uint64_t)o->seed,
-                  tokenizer_is_bytes(t) ? NULL : tokenizer_encode, (void *)(uintptr_t)t, &err))
+    if (!o->input.n)
+        die(USER_ERROR, "--input: expected a text file, a folder or a pattern; none was given");
+    if (data_open(d, o->input.at, o->input.n, o->val.at, o->val.n, o->val_fraction, o->c.seq_len,
+            (uint64_t)o->seed, tokenizer_is_bytes(t) ? NULL : tokenizer_encode,
+            (void *)(uintptr_t)t, &err))
         die(USER_ERROR, "%s", err.text);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // evaluation
 
-typedef struct EvalResult { double loss; uint64_t targets; StepState state; } EvalResult;
+typedef struct EvalResult {
+    double loss;
+    uint64_t targets;
+    StepState state;
+} EvalResult;
 
-/* Mean cross entropy over the validation rows of d, B at a time (batches > 0: only so many batches). x, y: B*T. */
+/* Mean cross entropy over the validation rows of d, B at a time (batches > 0: only so many
+   batches). x, y: B*T. */
 static EvalResult evaluate(Model *m, const Data *d, int64_t batches, int *x, int *y) {
     const int B = m->shape.B, T = m->shape.T;
     const uint64_t rows = data_val_rows(d);
     EvalResult r;
     memset(&r, 0, sizeof r);
     double total = 0;
-    for (uint64_t row = 0; row < rows && (batches <= 0 || row < (uint64_t)batches * B) && !r.state.bad; row += B) {
-        for (int b = 0; b < B; b++) r.targets += data_val_row(d, row + b, x + (size_t)b * T, y + (size_t)b * T);
+    for (uint64_t row = 0;
+         row < rows && (batches <= 0 || row < (uint64_t)batches * B) && !r.state.bad; row += B) {
+        for (int b = 0; b < B; b++)
+            r.targets += data_val_row(d, row + b, x + (size_t)b * T, y + (size_t)b * T);
         r.state = model_loss(m, x, y, B, T);
         total += r.state.loss;
     }
@@ -250,21 +288,30 @@ static EvalResult evaluate(Model *m, const Data *d, int64_t batches, int *x, int
     return r;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // sampling
 
-typedef struct SampleConfig { double temperature, top_p; int top_k; uint64_t seed; } SampleConfig;
-typedef struct Choice { double p; int id; } Choice;
+typedef struct SampleConfig {
+    double temperature, top_p;
+    int top_k;
+    uint64_t seed;
+} SampleConfig;
+typedef struct Choice {
+    double p;
+    int id;
+} Choice;
 
 static int by_probability(const void *a, const void *b) { // falling, ties to the lower id
     const Choice *x = a, *y = b;
     return x->p > y->p ? -1 : x->p < y->p ? 1 : x->id - y->id;
 }
 
-/* One token from logits (V): the most likely one at temperature 0; else from softmax(logits / temperature) cut to
-   the top_k most likely (0 = all) and then to the fewest whose probability reaches top_p. work: V entries. The
-   random number is a counter, (seed, position): the same seed gives the same text. */
-static int sample_token(const float *logits, int V, const SampleConfig *s, uint64_t position, Choice *work) {
+/* One token from logits (V): the most likely one at temperature 0; else from softmax(logits /
+   temperature) cut to the top_k most likely (0 = all) and then to the fewest whose probability
+   reaches top_p. work: V entries. The random number is a counter, (seed, position): the same seed
+   gives the same text. */
+static int sample_token(
+    const float *logits, int V, const SampleConfig *s, uint64_t position, Choice *work) {
     int best = 0, n = V;
     for (int v = 1; v < V; v++)
         if (logits[v] > logits[best]) best = v;
@@ -290,8 +337,9 @@ static int sample_token(const float *logits, int V, const SampleConfig *s, uint6
     return work[n - 1].id;
 }
 
-/* A text being written: the tokens so far, and how many of them the cache holds. When the cache is full, its newer
-   half is fed anew from position 0, so that a text can be longer than the model's context. */
+/* A text being written: the tokens so far, and how many of them the cache holds. When the cache is
+   full, its newer half is fed anew from position 0, so that a text can be longer than the model's
+   context. */
 typedef struct Generator {
     Model *m;
     int *tokens; // the window that the cache shows, at most cache_len
@@ -328,7 +376,8 @@ static void generator_feed(Generator *g, int token) {
     g->position++;
 }
 
-// The next token, or -1 with a message when the model's output is not finite. The caller feeds it back.
+// The next token, or -1 with a message when the model's output is not finite. The caller feeds it
+// back.
 static int generator_next(Generator *g, const SampleConfig *s) {
     Model *m = g->m;
     while (g->cached < g->n) {
@@ -354,9 +403,11 @@ static void command_generate(const Options *o) {
     find_checkpoint(folder, "--model", o->model);
     read_config(&c, folder);
     read_tokenizer(&t, &c, folder);
-    if (tokenizer_encode(&t, (const unsigned char *)o->prompt, strlen(o->prompt), &prompt, &n_prompt, &err))
+    if (tokenizer_encode(
+            &t, (const unsigned char *)o->prompt, strlen(o->prompt), &prompt, &n_prompt, &err))
         die(USER_ERROR, "--prompt: %s", err.text);
-    if (!n_prompt) die(USER_ERROR, "--prompt: expected at least one character to start from, found none");
+    if (!n_prompt)
+        die(USER_ERROR, "--prompt: expected at least one character to start from, found none");
     ModelShape shape = {1, c.seq_len < 256 ? c.seq_len : 256, c.seq_len, 0, 0, 0};
     model_plan(&m, &c, backend_of(o), shape);
     check_memory((double)model_bytes(&m), "use a smaller model");
@@ -369,12 +420,15 @@ static void command_generate(const Options *o) {
     fwrite(o->prompt, 1, strlen(o->prompt), stdout);
     for (size_t i = 0; i < n_prompt; i++) {
         generator_feed(&g, (int)prompt[i]);
-        if (g.n == c.seq_len && i + 1 < n_prompt) g.cached = g.n = 0; // only the last part of a long prompt is seen
+        if (g.n == c.seq_len && i + 1 < n_prompt)
+            g.cached = g.n = 0; // only the last part of a long prompt is seen
     }
     int64_t made = 0;
     for (; made < o->n_tokens; made++) {
         const int next = generator_next(&g, &s);
-        if (next < 0) die(RUN_ERROR, "%s: the logits after token %lld are not finite", folder, (long long)g.position);
+        if (next < 0)
+            die(RUN_ERROR, "%s: the logits after token %lld are not finite", folder,
+                (long long)g.position);
         if (made == 0) t1 = now_s();
         if (next == t.eot) break;
         const unsigned char *text = tokenizer_decode(&t, next, &bytes);
@@ -385,15 +439,17 @@ static void command_generate(const Options *o) {
     }
     putchar('\n');
     const double t2 = now_s();
-    fprintf(stderr, "%s: prompt of %zu tokens in %.3f s, %lld tokens in %.3f s (%.0f tok/s), seed %lld\n", folder, n_prompt,
-            t1 - t0, (long long)made, t2 - t1, made > 1 ? (double)(made - 1) / (t2 - t1) : 0, (long long)o->seed);
+    fprintf(stderr,
+        "%s: prompt of %zu tokens in %.3f s, %lld tokens in %.3f s (%.0f tok/s), seed %lld\n",
+        folder, n_prompt, t1 - t0, (long long)made, t2 - t1,
+        made > 1 ? (double)(made - 1) / (t2 - t1) : 0, (long long)o->seed);
     free(prompt);
     generator_close(&g);
     tokenizer_free(&t);
     model_free(&m);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // eval
 
 static void command_eval(Options *o) {
@@ -409,11 +465,13 @@ static void command_eval(Options *o) {
     o->val = o->input; // every byte of the texts is evaluated
     o->val_fraction = 0;
     Err err;
-    if (!o->input.n) die(USER_ERROR, "--input: expected a text file, a folder or a pattern; none was given");
-    if (data_open(&d, NULL, 0, o->val.at, o->val.n, 0, o->c.seq_len, 0, tokenizer_is_bytes(&t) ? NULL : tokenizer_encode,
-                  &t, &err))
+    if (!o->input.n)
+        die(USER_ERROR, "--input: expected a text file, a folder or a pattern; none was given");
+    if (data_open(&d, NULL, 0, o->val.at, o->val.n, 0, o->c.seq_len, 0,
+            tokenizer_is_bytes(&t) ? NULL : tokenizer_encode, &t, &err))
         die(USER_ERROR, "%s", err.text);
-    if (!d.val_targets) die(USER_ERROR, "--input: expected at least 2 tokens to evaluate, found fewer");
+    if (!d.val_targets)
+        die(USER_ERROR, "--input: expected at least 2 tokens to evaluate, found fewer");
     ModelShape shape = {batch, o->c.seq_len, 0, 0, 0, 0};
     model_plan(&m, &o->c, backend_of(o), shape);
     check_memory((double)model_bytes(&m), "lower --batch");
@@ -426,45 +484,52 @@ static void command_eval(Options *o) {
     EvalResult r = evaluate(&m, &d, o->eval_batches, x, x + N);
     if (r.state.bad) die(RUN_ERROR, "%s: the loss is not finite", folder);
     const double bytes_a_target = (double)d.val_bytes / (double)d.val_targets;
-    printf("loss %.6f | perplexity %.4f | bits per byte %.4f | %llu tokens\n", r.loss, exp_d(r.loss),
-           r.loss / log_d(2) / bytes_a_target, (unsigned long long)r.targets);
+    printf("loss %.6f | perplexity %.4f | bits per byte %.4f | %llu tokens\n", r.loss,
+        exp_d(r.loss), r.loss / log_d(2) / bytes_a_target, (unsigned long long)r.targets);
     free(x);
     data_close(&d);
     tokenizer_free(&t);
     model_free(&m);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // info
 
-// FLOPs of the attention scores and their use, forward, a token, at full context (causal: half of T on average)
+// FLOPs of the attention scores and their use, forward, a token, at full context (causal: half of T
+// on average)
 static double attention_flops(const Config *c) {
     return 4.0 * c->n_layers * c->n_heads * c->head_dim * (c->seq_len + 1) / 2;
 }
 
 static void print_model(const Model *m, FILE *f) {
     const Config *c = &m->c;
-    static const char *const norms[] = {"none", "full", "head"}, *const routers[] = {"softmax", "sigmoid"};
+    static const char *const norms[] = {"none", "full", "head"},
+                             *const routers[] = {"softmax", "sigmoid"};
     double total, active;
     char a[32], b[32];
     count_parameters(&m->table, c, &total, &active);
-    fprintf(f, "model        %d layers, width %d, %d heads (%d for keys and values) of %d, context %d, vocabulary %d\n",
-            c->n_layers, c->d_model, c->n_heads, c->n_kv_heads, c->head_dim, c->seq_len, c->vocab_size);
+    fprintf(f,
+        "model        %d layers, width %d, %d heads (%d for keys and values) of %d, context %d, "
+        "vocabulary %d\n",
+        c->n_layers, c->d_model, c->n_heads, c->n_kv_heads, c->head_dim, c->seq_len, c->vocab_size);
     if (moe_layers(c)) {
-        fprintf(f, "experts      %d of width %d, %d a token, %s router%s", c->n_experts, c->d_expert, c->top_k,
-                routers[c->router], c->norm_topk ? ", weights renormalised" : "");
-        if (c->dense_layers) fprintf(f, "; first %d layers dense, width %d", c->dense_layers, c->d_dense);
+        fprintf(f, "experts      %d of width %d, %d a token, %s router%s", c->n_experts,
+            c->d_expert, c->top_k, routers[c->router],
+            c->norm_topk ? ", weights renormalised" : "");
+        if (c->dense_layers)
+            fprintf(f, "; first %d layers dense, width %d", c->dense_layers, c->d_dense);
         if (c->d_shared) fprintf(f, "; shared expert of width %d", c->d_shared);
         fputc('\n', f);
     } else {
         fprintf(f, "experts      none: a dense MLP of width %d\n", c->d_expert);
     }
-    fprintf(f, "other        qk-norm %s, rope theta %g, norm eps %g, %s head\n", norms[c->qk_norm], c->rope_theta,
-            c->norm_eps, c->tied ? "tied" : "untied");
-    fprintf(f, "parameters   %s total, %s active a token (matrices, without the embedding look-up)\n", human(total, a),
-            human(active, b));
-    fprintf(f, "FLOPs/token  forward %s + attention %s; a training step 3 times that: %.3g\n", human(2 * active, a),
-            human(attention_flops(c), b), 3 * (2 * active + attention_flops(c)));
+    fprintf(f, "other        qk-norm %s, rope theta %g, norm eps %g, %s head\n", norms[c->qk_norm],
+        c->rope_theta, c->norm_eps, c->tied ? "tied" : "untied");
+    fprintf(f,
+        "parameters   %s total, %s active a token (matrices, without the embedding look-up)\n",
+        human(total, a), human(active, b));
+    fprintf(f, "FLOPs/token  forward %s + attention %s; a training step 3 times that: %.3g\n",
+        human(2 * active, a), human(attention_flops(c), b), 3 * (2 * active + attention_flops(c)));
 }
 
 static void print_memory(const Model *m, FILE *f) {
@@ -493,13 +558,13 @@ static void command_info(Options *o) {
     ModelShape shape = {o->batch, o->c.seq_len, 0, 1, o->recompute, o->optimizer};
     model_plan(&m, &o->c, backend_of(o), shape);
     print_model(&m, stdout);
-    printf("memory to train with micro-batches of %d x %d tokens, --recompute %d, %d threads\n", o->batch, o->c.seq_len,
-           o->recompute, thread_max());
+    printf("memory to train with micro-batches of %d x %d tokens, --recompute %d, %d threads\n",
+        o->batch, o->c.seq_len, o->recompute, thread_max());
     print_memory(&m, stdout);
     model_free(&m);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // bench
 
 static int by_value(const void *a, const void *b) {
@@ -516,7 +581,8 @@ static double product_rate(const Backend *b, int n, int runs) {
     double rate[32], row[1024];
     const size_t size = (size_t)n * n * b->param_size;
     char *a = b->alloc(3 * size);
-    const Config c = {1, n, 1, n, 1, 1, 2, 1, 1, n, 0, 0, n, QK_NORM_NONE, ROUTER_SOFTMAX, 0, 0, 1e4, 1e-6};
+    const Config c = {
+        1, n, 1, n, 1, 1, 2, 1, 1, n, 0, 0, n, QK_NORM_NONE, ROUTER_SOFTMAX, 0, 0, 1e4, 1e-6};
     const ScratchShape shape = {1, n, n, n, 0};
     void *scratch = b->alloc(b->scratch_bytes(&c, &shape));
     if (!a || !scratch) die(RUN_ERROR, "no memory for bench");
@@ -537,8 +603,8 @@ static double product_rate(const Backend *b, int n, int runs) {
     return median(rate, runs);
 }
 
-/* The machine's peak, a product, and training steps of the model that the flags describe, on random tokens. The
-   peak is measured again beside every step, so that a noisy machine moves both. */
+/* The machine's peak, a product, and training steps of the model that the flags describe, on random
+   tokens. The peak is measured again beside every step, so that a noisy machine moves both. */
 static void command_bench(Options *o) {
     enum { STEPS = 9, PRODUCTS = 15 };
     Model m;
@@ -556,13 +622,17 @@ static void command_bench(Options *o) {
     model_init(&m, 1);
     count_parameters(&m.table, &m.c, &total, &active);
     const double peak = m.b->peak(0.3), product = product_rate(m.b, 1024, PRODUCTS);
-    printf("peak         %.1f GFLOP/s (independent fp32 multiply-adds, %d threads)\n", peak, threads);
-    printf("product      %.1f GFLOP/s, %.1f%% of the peak (1024^3)\n", product, 100 * product / peak);
+    printf(
+        "peak         %.1f GFLOP/s (independent fp32 multiply-adds, %d threads)\n", peak, threads);
+    printf(
+        "product      %.1f GFLOP/s, %.1f%% of the peak (1024^3)\n", product, 100 * product / peak);
     const size_t N = (size_t)o->batch * o->c.seq_len;
     int *x = malloc(2 * N * sizeof *x);
     if (!x) die(RUN_ERROR, "no memory");
-    for (size_t i = 0; i < 2 * N; i++) x[i] = (int)(counter_hash(7, 0, i) % (uint64_t)o->c.vocab_size);
-    const OptimConfig optim = {o->beta1, o->beta2, 1e-8, o->weight_decay, o->grad_clip, o->optimizer};
+    for (size_t i = 0; i < 2 * N; i++)
+        x[i] = (int)(counter_hash(7, 0, i) % (uint64_t)o->c.vocab_size);
+    const OptimConfig optim = {
+        o->beta1, o->beta2, 1e-8, o->weight_decay, o->grad_clip, o->optimizer};
     m.aux_coef = o->aux_loss, m.z_coef = o->z_loss;
     for (int s = -2; s < STEPS; s++) {
         const double t = now_s();
@@ -579,11 +649,13 @@ static void command_bench(Options *o) {
     }
     free(x);
     const double r = median(rate, STEPS);
-    printf("training     %s tok/s in steps of %zu tokens (median of %d): %.1f GFLOP/s = 6 x %.2fM active x tok/s\n",
-           human(r, buf), N, STEPS, 6 * active * r / 1e9, active / 1e6);
-    printf("             %.1f%% of the peak measured beside each step (%.1f GFLOP/s); %.1f%% with attention counted\n",
-           100 * median(share, STEPS), median(peaks, STEPS),
-           100 * median(share, STEPS) * (2 * active + attention_flops(&o->c)) / (2 * active));
+    printf("training     %s tok/s in steps of %zu tokens (median of %d): %.1f GFLOP/s = 6 x %.2fM "
+           "active x tok/s\n",
+        human(r, buf), N, STEPS, 6 * active * r / 1e9, active / 1e6);
+    printf("             %.1f%% of the peak measured beside each step (%.1f GFLOP/s); %.1f%% with "
+           "attention counted\n",
+        100 * median(share, STEPS), median(peaks, STEPS),
+        100 * median(share, STEPS) * (2 * active + attention_flops(&o->c)) / (2 * active));
     model_free(&m);
 }
 

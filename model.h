@@ -1,19 +1,21 @@
 /* model.h: the model, once for every device. Read after moe.h and moe_cpu.c.
 
-   A Model is a Config, a Backend and a few arenas: parameters, gradients, moments, buffers, saved activations,
-   working memory, key-value cache. model_build() lays them all out with one function, layout(), that runs twice:
-   dry, to learn the sizes (this is what `info` prints), then for real. Nothing is allocated after that.
+   A Model is a Config, a Backend and a few arenas: parameters, gradients, moments, buffers, saved
+   activations, working memory, key-value cache. model_build() lays them all out with one function,
+   layout(), that runs twice: dry, to learn the sizes (this is what `info` prints), then for real.
+   Nothing is allocated after that.
 
    model_forward()   embedding, L times (norm, attention, norm, experts), final norm
-   model_backward()  the classifier and the same in reverse; gradients accumulate over micro-batches
+   model_backward()  the classifier and the same in reverse; gradients add up over micro-batches
    model_update()    gradient norm, clipping, AdamW or SGD
-   model_loss()      forward and mean cross entropy only (evaluation)
-   model_next()      the logits of each sequence's next token, with the key-value cache (generation)
+   model_loss()      forward and summed cross entropy only (evaluation)
+   model_next()      the logits of each sequence's next token, with the key-value cache
 
-   What is saved for the backward pass, per layer: the residual stream before each norm, the norms' outputs, raw
-   q, k, v, their rstd, the attention's output and log-sum-exp; of the experts, their input X (the second norm's output), the
-   pre-activation H and the routing. recompute 1 drops the norms' outputs, 2 also H: both are made again in the
-   backward pass with the same bits. Routing is never made again.
+   What is saved for the backward pass, per layer: the residual stream before each norm, the norms'
+   outputs, raw q, k, v, their rstd, the attention's output and log-sum-exp; of the experts, their
+   input X (the second norm's output), the pre-activation H and the routing. recompute 1 drops the
+   norms' outputs, 2 also H: both are made again in the backward pass, with the same bits. Routing
+   is never made again.
 
    It knows moe.h, and gemm.h for the exact exp, log, sine and cosine that start values need. */
 #ifndef MODEL_H
@@ -24,20 +26,17 @@
 
 #define MODEL_FN __attribute__((unused)) static // a program need not use all of it
 
-typedef enum {
-    A_PARAMS, A_BUFFERS, A_GRADS, A_MOMENTS, A_SAVED, A_WORK, A_CACHE, ARENAS
-} ArenaId;
-static const char *const arena_names[ARENAS] = {
-    "parameters", "buffers", "gradients", "optimiser moments", "saved activations", "working memory",
-    "key-value cache"};
+typedef enum { A_PARAMS, A_BUFFERS, A_GRADS, A_MOMENTS, A_SAVED, A_WORK, A_CACHE, ARENAS } ArenaId;
+static const char *const arena_names[ARENAS] = {"parameters", "buffers", "gradients",
+    "optimiser moments", "saved activations", "working memory", "key-value cache"};
 
 // What a model is built for. A model that only infers keeps nothing of a layer but its cache.
 typedef struct ModelShape {
-    int B, T;       // rows of a call are at most B * T
-    int cache_len;  // positions in the key-value cache; 0: no cache (training, evaluation)
-    int train;      // gradients, moments and saved activations
-    int recompute;  // 0 | 1 norm outputs | 2 also H
-    int sgd;        // no moments
+    int B, T;      // rows of a call are at most B * T
+    int cache_len; // positions in the key-value cache; 0: no cache (training, evaluation)
+    int train;     // gradients, moments and saved activations
+    int recompute; // 0 | 1 norm outputs | 2 also H
+    int sgd;       // no moments
 } ModelShape;
 
 typedef struct Mlp { // a SwiGLU MLP: the experts of a layer, a dense MLP, or the shared expert
@@ -67,7 +66,11 @@ typedef struct Layer {
 } Layer;
 
 enum { MAX_ACCOUNT = 64 };
-typedef struct Account { ArenaId arena; const char *label; size_t bytes; } Account;
+typedef struct Account {
+    ArenaId arena;
+    const char *label;
+    size_t bytes;
+} Account;
 
 typedef struct Model {
     Config c;
@@ -103,32 +106,39 @@ typedef struct Model {
 } Model;
 
 #ifdef MOE_DISPATCH
-// A portable x86-64 program holds the CPU backend once for each instruction set; they give the same bits.
+// A portable x86-64 program holds the CPU backend once for each instruction set; they give the same
+// bits.
 extern const Backend *backend_base(void), *backend_avx2(void), *backend_avx512(void);
 const Backend *backend_cpu(void) {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512bw"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw"))
         return backend_avx512();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? backend_avx2() : backend_base();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? backend_avx2()
+                                                                           : backend_base();
 }
 #endif
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // memory
 
 static inline size_t mul_sizes(size_t a, size_t b) {
     size_t r;
     if (__builtin_mul_overflow(a, b, &r) || r > SIZE_MAX / 16)
-        die(USER_ERROR, "the model is too large to address (%zu x %zu bytes); lower --batch, --seq or --d-model", a, b);
+        die(USER_ERROR,
+            "the model is too large to address (%zu x %zu bytes); lower --batch, --seq or "
+            "--d-model",
+            a, b);
     return r;
 }
 
-// `count` elements from an arena; NULL in the dry run. Every use is entered in the account under its label.
+// `count` elements from an arena; NULL in the dry run. Every use is entered in the account under
+// its label.
 MODEL_FN void *take(Model *m, ArenaId arena, const char *label, size_t count, size_t elem) {
     const size_t bytes = (mul_sizes(count, elem) + ARENA_ALIGN - 1) / ARENA_ALIGN * ARENA_ALIGN;
     const size_t at = m->used[arena];
     int i = 0;
-    while (i < m->n_account && (m->account[i].arena != arena || strcmp(m->account[i].label, label))) i++;
+    while (i < m->n_account && (m->account[i].arena != arena || strcmp(m->account[i].label, label)))
+        i++;
     if (i == m->n_account) {
         if (i == MAX_ACCOUNT) die(RUN_ERROR, "internal: more than %d kinds of memory", MAX_ACCOUNT);
         Account fresh = {arena, label, 0};
@@ -158,15 +168,17 @@ MODEL_FN param_t *vector_of(const Model *m, TensorKind kind, int layer, grad_t *
     return mat_of(m, kind, layer, grad).data;
 }
 
-/* Lays out every arena. A saved buffer of the training model is a working buffer, shared by all layers, in a model
-   that only infers, or where it is made again in the backward pass. */
+/* Lays out every arena. A saved buffer of the training model is a working buffer, shared by all
+   layers, in a model that only infers, or where it is made again in the backward pass. */
 MODEL_FN void layout(Model *m) {
     const Config *c = &m->c;
     const Backend *b = m->b;
     const ModelShape s = m->shape;
     const size_t N = mul_sizes(s.B, s.T), C = c->d_model, act = b->act_size, stat = b->stat_size;
     const size_t Q = dim_of(c, DIM_Q), KV = dim_of(c, DIM_KV), E = c->n_experts, K = c->top_k;
-    const size_t norms = c->qk_norm == QK_NORM_NONE ? 0 : c->qk_norm == QK_NORM_FULL ? 2 : c->n_heads + c->n_kv_heads;
+    const size_t norms = c->qk_norm == QK_NORM_NONE ? 0
+        : c->qk_norm == QK_NORM_FULL                ? 2
+                                                    : c->n_heads + c->n_kv_heads;
     const size_t cache = s.cache_len ? (size_t)s.cache_len : (size_t)s.T;
     const int norm_saved = s.train && s.recompute < 1, h_saved = s.train && s.recompute < 2;
     const size_t positions = s.cache_len > s.T ? s.cache_len : s.T;
@@ -175,7 +187,8 @@ MODEL_FN void layout(Model *m) {
     memset(m->used, 0, sizeof m->used);
     m->n_account = 0;
     take(m, A_PARAMS, "weights", m->table.elements, b->param_size);
-    if (m->table.buffer_elements) take(m, A_BUFFERS, "selection bias", m->table.buffer_elements, stat);
+    if (m->table.buffer_elements)
+        take(m, A_BUFFERS, "selection bias", m->table.buffer_elements, stat);
     if (s.train) take(m, A_GRADS, "gradients", m->table.elements, b->grad_size);
     if (s.train && !s.sgd) take(m, A_MOMENTS, "m and v", 2 * m->table.elements, b->grad_size);
 
@@ -188,8 +201,11 @@ MODEL_FN void layout(Model *m) {
     // working memory, shared by the layers
     act_t *ln = norm_saved ? NULL : take(m, A_WORK, "norm output (N,C)", N * C, act);
     act_t *H = h_saved ? NULL : take(m, A_WORK, "H (S,2I)", max_I2, act);
-    act_t *Hs = h_saved || !shared_I2 ? NULL : take(m, A_WORK, "shared expert H (N,2I)", N * shared_I2, act);
-    Layer infer; // a model that only infers has one set of layer buffers, and one of routing buffers
+    act_t *Hs = h_saved || !shared_I2
+        ? NULL
+        : take(m, A_WORK, "shared expert H (N,2I)", N * shared_I2, act);
+    Layer
+        infer; // a model that only infers has one set of layer buffers, and one of routing buffers
     memset(&infer, 0, sizeof infer);
     int have_routing = 0;
     m->branch = take(m, A_WORK, "branch output (N,C)", N * C, act);
@@ -206,7 +222,8 @@ MODEL_FN void layout(Model *m) {
         m->dv = take(m, A_WORK, "dq, dk, dv", N * KV, act);
         m->datt = take(m, A_WORK, "attention gradients (N,2Q+2KV)", N * Q, act);
         m->dqkv = take(m, A_WORK, "attention gradients (N,2Q+2KV)", N * (Q + 2 * KV), act);
-        m->sA = take(m, A_WORK, "weighted SwiGLU (S,I)", max_sI > N * c->d_shared ? max_sI : N * c->d_shared, act);
+        m->sA = take(m, A_WORK, "weighted SwiGLU (S,I)",
+            max_sI > N * c->d_shared ? max_sI : N * c->d_shared, act);
         m->dS = take(m, A_WORK, "routing gradient (S)", max_slots, stat);
     }
     m->rope = take(m, A_WORK, "rotary table", positions * c->head_dim, stat);
@@ -218,7 +235,9 @@ MODEL_FN void layout(Model *m) {
     m->dense_offsets = take(m, A_WORK, "small", 2, sizeof(int));
     m->state = take(m, A_WORK, "small", 1, sizeof(StepState));
     m->segments = take(m, A_WORK, "list of tensors", m->table.count, sizeof(Segment));
-    m->logits = s.train ? NULL : take(m, A_WORK, "next-token logits (B,V)", mul_sizes(s.B, c->vocab_size), act);
+    m->logits = s.train
+        ? NULL
+        : take(m, A_WORK, "next-token logits (B,V)", mul_sizes(s.B, c->vocab_size), act);
     ScratchShape sh = {s.B, s.T, (int)cache, (int)max_slots, s.train};
     m->scratch = take(m, A_WORK, "scratch of the operations", b->scratch_bytes(c, &sh), 1);
 
@@ -263,9 +282,11 @@ MODEL_FN void layout(Model *m) {
             y->k_cache = m->k;
             y->v_cache = m->v;
         }
-        if (!s.train && l > 0) { // the buffers of layer 0 serve them all; slots differ only between MoE and dense
+        if (!s.train && l > 0) { // the buffers of layer 0 serve them all; slots differ only between
+                                 // MoE and dense
             Layer *z = &infer;
-            y->x = z->x, y->ln1 = z->ln1, y->qkv = z->qkv, y->att = z->att, y->x2 = z->x2, y->ln2 = z->ln2;
+            y->x = z->x, y->ln1 = z->ln1, y->qkv = z->qkv, y->att = z->att, y->x2 = z->x2,
+            y->ln2 = z->ln2;
             y->rstd1 = z->rstd1, y->rstd_qk = z->rstd_qk, y->lse = z->lse, y->rstd2 = z->rstd2;
         } else {
             y->x = take(m, keep, "residual stream (N,C), twice a layer", N * C, act);
@@ -279,8 +300,11 @@ MODEL_FN void layout(Model *m) {
             y->ln1 = norm_saved ? take(m, keep, "attention input (N,C)", N * C, act) : ln;
             y->ln2 = norm_saved ? take(m, keep, "expert input X (N,C)", N * C, act) : ln;
         }
-        y->mlp.H = h_saved ? take(m, keep, "expert pre-activation H (S,2I)", 2 * slots * I, act) : H;
-        y->shared.H = !shared_I2 || !moe ? NULL : h_saved ? take(m, keep, "shared expert H (N,2I)", N * shared_I2, act) : Hs;
+        y->mlp.H =
+            h_saved ? take(m, keep, "expert pre-activation H (S,2I)", 2 * slots * I, act) : H;
+        y->shared.H = !shared_I2 || !moe ? NULL
+            : h_saved ? take(m, keep, "shared expert H (N,2I)", N * shared_I2, act)
+                      : Hs;
         Plan *p = &y->plan;
         p->rows = (int)N;
         p->S_max = (int)slots;
@@ -288,7 +312,8 @@ MODEL_FN void layout(Model *m) {
         if (!moe) { // the identity plan
             p->offsets = m->dense_offsets;
         } else if (!s.train && have_routing) {
-            y->logits = infer.logits, y->router_lse = infer.router_lse, y->topk_weight = infer.topk_weight;
+            y->logits = infer.logits, y->router_lse = infer.router_lse,
+            y->topk_weight = infer.topk_weight;
             y->topk = infer.topk, y->count = infer.count, y->plan = infer.plan;
         } else {
             y->logits = take(m, keep, "routing", N * E, stat);
@@ -306,7 +331,8 @@ MODEL_FN void layout(Model *m) {
         if (l == 0) infer = *y;
         if (moe && !have_routing) { // of the first MoE layer, which need not be layer 0
             have_routing = 1;
-            infer.logits = y->logits, infer.router_lse = y->router_lse, infer.topk_weight = y->topk_weight;
+            infer.logits = y->logits, infer.router_lse = y->router_lse,
+            infer.topk_weight = y->topk_weight;
             infer.topk = y->topk, infer.count = y->count, infer.plan = y->plan;
         }
     }
@@ -322,7 +348,8 @@ MODEL_FN size_t model_bytes(const Model *m) {
     return total;
 }
 
-// The dry run alone: sizes, account and tensor table, nothing allocated but those. Free with model_free.
+// The dry run alone: sizes, account and tensor table, nothing allocated but those. Free with
+// model_free.
 MODEL_FN void model_plan(Model *m, const Config *c, const Backend *b, ModelShape shape) {
     memset(m, 0, sizeof *m);
     m->c = *c;
@@ -334,31 +361,40 @@ MODEL_FN void model_plan(Model *m, const Config *c, const Backend *b, ModelShape
     layout(m);
 }
 
-MODEL_FN void host_to(const Backend *b, DType type, void *dst, const double *src, size_t n) { // dst: device
-    union { float f[512]; double d[512]; } buf;
+MODEL_FN void host_to(
+    const Backend *b, DType type, void *dst, const double *src, size_t n) { // dst: device
+    union {
+        float f[512];
+        double d[512];
+    } buf;
     const size_t size = type == F64 ? sizeof(double) : sizeof(float);
     for (size_t at = 0; at < n; at += 512) {
         const size_t k = n - at < 512 ? n - at : 512;
         for (size_t i = 0; i < k; i++) {
-            if (type == F64) buf.d[i] = src[at + i];
-            else buf.f[i] = (float)src[at + i];
+            if (type == F64)
+                buf.d[i] = src[at + i];
+            else
+                buf.f[i] = (float)src[at + i];
         }
         b->to_device((char *)dst + at * size, &buf, k * size);
     }
 }
 
-/* Allocates what model_plan counted. from: a model whose parameters this one borrows (sampling during training),
-   or NULL. Parameters are left unset: model_init or a checkpoint fills them. */
-MODEL_FN void model_build(Model *m, const Config *c, const Backend *b, ModelShape shape, const Model *from) {
+/* Allocates what model_plan counted. from: a model whose parameters this one borrows (sampling
+   during training), or NULL. Parameters are left unset: model_init or a checkpoint fills them. */
+MODEL_FN void model_build(
+    Model *m, const Config *c, const Backend *b, ModelShape shape, const Model *from) {
     model_plan(m, c, b, shape);
     m->borrowed = from != NULL;
     for (int a = 0; a < ARENAS; a++) {
-        if (from && a <= A_BUFFERS) m->base[a] = from->base[a];
+        if (from && a <= A_BUFFERS)
+            m->base[a] = from->base[a];
         else if (m->used[a]) {
             m->base[a] = b->alloc(m->used[a]);
             if (!m->base[a])
-                die(RUN_ERROR, "no memory for %s: %.1f MB; lower --batch, --seq or the size of the model", arena_names[a],
-                    m->used[a] / 1e6);
+                die(RUN_ERROR,
+                    "no memory for %s: %.1f MB; lower --batch, --seq or the size of the model",
+                    arena_names[a], m->used[a] / 1e6);
         }
     }
     layout(m);
@@ -379,7 +415,8 @@ MODEL_FN void model_build(Model *m, const Config *c, const Backend *b, ModelShap
     int identity[2] = {0, (int)((size_t)shape.B * shape.T)};
     b->to_device(m->dense_offsets, identity, sizeof identity);
     // rope[p] = cos(p f_i), then sin(p f_i); f_i = theta^(-2i/hd)
-    const int half = c->head_dim / 2, positions = shape.cache_len > shape.T ? shape.cache_len : shape.T;
+    const int half = c->head_dim / 2,
+              positions = shape.cache_len > shape.T ? shape.cache_len : shape.T;
     double *row = malloc(2 * half * sizeof *row);
     if (!row) die(RUN_ERROR, "no memory");
     for (int p = 0; p < positions; p++) {
@@ -388,7 +425,8 @@ MODEL_FN void model_build(Model *m, const Config *c, const Backend *b, ModelShap
             row[i] = cos_d(angle);
             row[half + i] = sin_d(angle);
         }
-        host_to(b, b->stat_type, (char *)m->rope + (size_t)p * c->head_dim * b->stat_size, row, 2 * half);
+        host_to(b, b->stat_type, (char *)m->rope + (size_t)p * c->head_dim * b->stat_size, row,
+            2 * half);
     }
     free(row);
 }
@@ -402,20 +440,24 @@ MODEL_FN void model_free(Model *m) {
 }
 
 static inline grad_t *moment(const Model *m, int second) { // m or v; NULL for SGD
-    return m->base[A_MOMENTS] ? m->base[A_MOMENTS] + second * m->table.elements * m->b->grad_size : NULL;
+    return m->base[A_MOMENTS] ? m->base[A_MOMENTS] + second * m->table.elements * m->b->grad_size
+                              : NULL;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // start values
 
-static inline uint64_t mix64(uint64_t x) { // a bijection whose output bits all depend on all input bits
+static inline uint64_t mix64(
+    uint64_t x) { // a bijection whose output bits all depend on all input bits
     x ^= x >> 32;
     x *= 0xD6E8FEB86659FD93u;
     x ^= x >> 29;
     x *= 0xA3B195354A39B70Du;
     return x ^ x >> 32;
 }
-static inline uint64_t counter_hash(uint64_t seed, uint64_t a, uint64_t b) { return mix64(mix64(mix64(seed + 1) ^ a) ^ b); }
+static inline uint64_t counter_hash(uint64_t seed, uint64_t a, uint64_t b) {
+    return mix64(mix64(mix64(seed + 1) ^ a) ^ b);
+}
 static inline double counter_uniform(uint64_t seed, uint64_t a, uint64_t b) { // in (0, 1)
     return ((double)(counter_hash(seed, a, b) >> 12) + 0.5) / 4503599627370496.0;
 }
@@ -425,7 +467,8 @@ static inline double counter_normal(uint64_t seed, uint64_t a, uint64_t b) {
     return __builtin_sqrt(-2 * log_d(u)) * cos_d(6.283185307179586 * v);
 }
 
-// A tensor's values depend on (seed, kind, layer, expert, element) alone, not on ranks or on other tensors.
+// A tensor's values depend on (seed, kind, layer, expert, element) alone, not on ranks or on other
+// tensors.
 MODEL_FN void model_init(Model *m, uint64_t seed) {
     const Config *c = &m->c;
     for (int i = 0; i < m->table.count; i++) {
@@ -434,7 +477,8 @@ MODEL_FN void model_init(Model *m, uint64_t seed) {
         const DType type = buffer ? m->b->stat_type : m->b->param_type;
         const size_t size = buffer ? m->b->stat_size : m->b->param_size;
         char *dst = m->base[buffer ? A_BUFFERS : A_PARAMS] + t->offset * size;
-        const uint64_t id = ((uint64_t)t->row->kind << 48) | ((uint64_t)(t->layer + 1) << 24) | (uint64_t)(t->expert + 1);
+        const uint64_t id = ((uint64_t)t->row->kind << 48) | ((uint64_t)(t->layer + 1) << 24) |
+            (uint64_t)(t->expert + 1);
         double std = t->row->std;
         if (t->row->init == INIT_RESIDUAL) std /= __builtin_sqrt(2.0 * c->n_layers);
         const size_t step = 4096;
@@ -443,27 +487,31 @@ MODEL_FN void model_init(Model *m, uint64_t seed) {
             double v[4096];
             const size_t n = t->count - at < step ? t->count - at : step;
             for (size_t j = 0; j < n; j++)
-                v[j] = t->row->init == INIT_ONES ? 1 : t->row->init == INIT_ZEROS ? 0 : std * counter_normal(seed, id, at + j);
+                v[j] = t->row->init == INIT_ONES ? 1
+                    : t->row->init == INIT_ZEROS ? 0
+                                                 : std * counter_normal(seed, id, at + j);
             host_to(m->b, type, dst + at * size, v, n);
         }
     }
     if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // forward
 
 MODEL_FN Attn attn_of(const Model *m, int B, int T, int decoding) {
     const Config *c = &m->c;
-    Attn a = {B, T, c->n_heads, c->n_kv_heads, c->head_dim, m->shape.cache_len ? m->shape.cache_len : T,
-              decoding ? m->start : NULL, decoding ? m->len : NULL, c->qk_norm, c->norm_eps};
+    Attn a = {B, T, c->n_heads, c->n_kv_heads, c->head_dim,
+        m->shape.cache_len ? m->shape.cache_len : T, decoding ? m->start : NULL,
+        decoding ? m->len : NULL, c->qk_norm, c->norm_eps};
     return a;
 }
 
 MODEL_FN Router router_of(const Model *m, int N, int micro_batches) {
     const Config *c = &m->c;
     const double share = 1.0 / ((double)moe_layers(c) * micro_batches);
-    Router r = {c->router, N, c->d_model, c->n_experts, c->top_k, c->norm_topk, m->aux_coef * share, m->z_coef * share};
+    Router r = {c->router, N, c->d_model, c->n_experts, c->top_k, c->norm_topk, m->aux_coef * share,
+        m->z_coef * share};
     return r;
 }
 
@@ -478,9 +526,9 @@ MODEL_FN void mlp_forward(Model *m, int l, int N, int counting) {
     Layer *y = &m->layer[l];
     Plan dense = identity_plan(m, N);
     if (is_moe_layer(&m->c, l)) {
-        b->router_forward(y->logits, y->router_lse, y->topk, y->topk_weight, y->count, counting ? y->loss_sum : NULL,
-                          counting ? y->count_sum : NULL, y->ln2, y->Wr, y->bias, router_of(m, N, 1),
-                          m->reuse_routing, m->state, l, m->scratch);
+        b->router_forward(y->logits, y->router_lse, y->topk, y->topk_weight, y->count,
+            counting ? y->loss_sum : NULL, counting ? y->count_sum : NULL, y->ln2, y->Wr, y->bias,
+            router_of(m, N, 1), m->reuse_routing, m->state, l, m->scratch);
         y->plan.rows = N;
         b->plan_topk(&y->plan, y->topk, y->topk_weight, y->count, N, m->c.top_k, m->c.n_experts);
     }
@@ -493,8 +541,8 @@ MODEL_FN void mlp_forward(Model *m, int l, int N, int counting) {
     }
 }
 
-/* Runs the B*T tokens in m->tokens through all layers; the final norm's output is left in m->lnf (N,C).
-   decoding: positions and lengths of the sequences are in m->start and m->len. */
+/* Runs the B*T tokens in m->tokens through all layers; the final norm's output is left in m->lnf
+   (N,C). decoding: positions and lengths of the sequences are in m->start and m->len. */
 MODEL_FN void model_forward(Model *m, int B, int T, int decoding, int counting) {
     const Backend *b = m->b;
     const int N = B * T, C = m->c.d_model;
@@ -511,19 +559,22 @@ MODEL_FN void model_forward(Model *m, int B, int T, int decoding, int counting) 
             b->embedding_forward(y->x, m->tokens, m->wte, N);
             b->rmsnorm_forward(y->ln1, y->rstd1, y->x, y->norm1, N, C, eps);
         } else {
-            b->residual_rmsnorm_forward(y->x, y->ln1, y->rstd1, m->layer[l - 1].x2, m->branch, y->norm1, N, C, eps);
+            b->residual_rmsnorm_forward(
+                y->x, y->ln1, y->rstd1, m->layer[l - 1].x2, m->branch, y->norm1, N, C, eps);
         }
         b->linear_forward(y->qkv, y->ln1, y->Wqkv, N, m->scratch);
-        b->qk_rope_forward(m->q, y->k_cache, y->v_cache, y->rstd_qk, y->qkv, y->q_norm, y->k_norm, m->rope, a);
+        b->qk_rope_forward(
+            m->q, y->k_cache, y->v_cache, y->rstd_qk, y->qkv, y->q_norm, y->k_norm, m->rope, a);
         b->attention_forward(y->att, y->lse, m->q, y->k_cache, y->v_cache, a, m->scratch);
         b->linear_forward(m->branch, y->att, y->Wo, N, m->scratch);
         b->residual_rmsnorm_forward(y->x2, y->ln2, y->rstd2, y->x, m->branch, y->norm2, N, C, eps);
         mlp_forward(m, l, N, counting);
     }
-    b->residual_rmsnorm_forward(m->xf, m->lnf, m->rstdf, m->layer[m->c.n_layers - 1].x2, m->branch, m->final_norm, N, C, eps);
+    b->residual_rmsnorm_forward(m->xf, m->lnf, m->rstdf, m->layer[m->c.n_layers - 1].x2, m->branch,
+        m->final_norm, N, C, eps);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // backward
 
 // dln = gradient of ln2 from the gradient dx of the block's output
@@ -535,49 +586,57 @@ MODEL_FN void mlp_backward(Model *m, int l, int N, int micro_batches) {
     const Plan *p = moe ? &y->plan : &dense;
     if (m->shape.recompute >= 2) {
         b->expert_up_forward(y->mlp.H, y->ln2, y->mlp.W1, p, m->scratch);
-        if (y->shared.H) b->expert_up_forward(y->shared.H, y->ln2, y->shared.W1, &dense, m->scratch);
+        if (y->shared.H)
+            b->expert_up_forward(y->shared.H, y->ln2, y->shared.W1, &dense, m->scratch);
     }
     // dH takes the place of H: from here on H is not needed
-    b->expert_down_backward(y->mlp.H, m->sA, moe ? m->dS : NULL, y->mlp.dW2, m->dx, y->mlp.H, y->mlp.W2, p, m->scratch);
+    b->expert_down_backward(
+        y->mlp.H, m->sA, moe ? m->dS : NULL, y->mlp.dW2, m->dx, y->mlp.H, y->mlp.W2, p, m->scratch);
     b->expert_up_backward(m->dln, y->mlp.dW1, y->mlp.H, y->ln2, y->mlp.W1, p, 0, m->scratch);
     if (moe)
-        b->router_backward(m->dln, y->dWr, m->dS, &y->plan, y->logits, y->router_lse, y->topk, y->topk_weight, y->count,
-                           y->ln2, y->Wr, router_of(m, N, micro_batches), m->scratch);
+        b->router_backward(m->dln, y->dWr, m->dS, &y->plan, y->logits, y->router_lse, y->topk,
+            y->topk_weight, y->count, y->ln2, y->Wr, router_of(m, N, micro_batches), m->scratch);
     if (y->shared.H) {
-        b->expert_down_backward(y->shared.H, m->sA, NULL, y->shared.dW2, m->dx, y->shared.H, y->shared.W2, &dense, m->scratch);
-        b->expert_up_backward(m->dln, y->shared.dW1, y->shared.H, y->ln2, y->shared.W1, &dense, 1, m->scratch);
+        b->expert_down_backward(y->shared.H, m->sA, NULL, y->shared.dW2, m->dx, y->shared.H,
+            y->shared.W2, &dense, m->scratch);
+        b->expert_up_backward(
+            m->dln, y->shared.dW1, y->shared.H, y->ln2, y->shared.W1, &dense, 1, m->scratch);
     }
 }
 
 /* After model_forward on the same tokens: adds the gradients of
-     loss_scale * sum of cross entropy over valid targets + (aux_coef * aux + z_coef * z) / (MoE layers * micro_batches)
-   to the gradient arena, and the first term to state->loss. */
+     loss_scale * sum of cross entropy over valid targets + (aux_coef * aux + z_coef * z) / (MoE
+   layers * micro_batches) to the gradient arena, and the first term to state->loss. */
 MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micro_batches) {
     const Backend *b = m->b;
     const int N = B * T, C = m->c.d_model;
     const Attn a = attn_of(m, B, T, 0);
-    b->classifier(m->losses, m->dln, m->dhead, m->lnf, m->head, m->targets, N, loss_scale, m->scratch);
+    b->classifier(
+        m->losses, m->dln, m->dhead, m->lnf, m->head, m->targets, N, loss_scale, m->scratch);
     b->reduce_loss(m->state, m->losses, N, loss_scale);
     b->zero(m->dx, (size_t)N * C * b->act_size);
     b->rmsnorm_backward(m->dx, m->dfinal_norm, m->dln, m->xf, m->rstdf, m->final_norm, N, C);
     for (int l = m->c.n_layers - 1; l >= 0; l--) {
         Layer *y = &m->layer[l];
-        if (m->shape.recompute >= 1) b->rmsnorm_forward(y->ln2, y->rstd2, y->x2, y->norm2, N, C, m->c.norm_eps);
+        if (m->shape.recompute >= 1)
+            b->rmsnorm_forward(y->ln2, y->rstd2, y->x2, y->norm2, N, C, m->c.norm_eps);
         mlp_backward(m, l, N, micro_batches);
         b->rmsnorm_backward(m->dx, y->dnorm2, m->dln, y->x2, y->rstd2, y->norm2, N, C);
         b->linear_backward(m->datt, y->dWo, m->dx, y->att, y->Wo, N, 0, m->scratch);
         b->qk_rope_forward(m->q, m->k, m->v, y->rstd_qk, y->qkv, y->q_norm, y->k_norm, m->rope, a);
-        b->attention_backward(m->dq, m->dk, m->dv, m->datt, y->att, y->lse, m->q, m->k, m->v, a, m->scratch);
-        b->qk_rope_backward(m->dqkv, y->dq_norm, y->dk_norm, m->dq, m->dk, m->dv, y->qkv, y->rstd_qk, y->q_norm,
-                            y->k_norm, m->rope, a, m->scratch);
-        if (m->shape.recompute >= 1) b->rmsnorm_forward(y->ln1, y->rstd1, y->x, y->norm1, N, C, m->c.norm_eps);
+        b->attention_backward(
+            m->dq, m->dk, m->dv, m->datt, y->att, y->lse, m->q, m->k, m->v, a, m->scratch);
+        b->qk_rope_backward(m->dqkv, y->dq_norm, y->dk_norm, m->dq, m->dk, m->dv, y->qkv,
+            y->rstd_qk, y->q_norm, y->k_norm, m->rope, a, m->scratch);
+        if (m->shape.recompute >= 1)
+            b->rmsnorm_forward(y->ln1, y->rstd1, y->x, y->norm1, N, C, m->c.norm_eps);
         b->linear_backward(m->dln, y->dWqkv, m->dqkv, y->ln1, y->Wqkv, N, 0, m->scratch);
         b->rmsnorm_backward(m->dx, y->dnorm1, m->dln, y->x, y->rstd1, y->norm1, N, C);
     }
     b->embedding_backward(m->dwte, m->dx, m->tokens, N, m->c.vocab_size, C);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // a training step, evaluation, generation
 
 MODEL_FN void model_set_tokens(Model *m, const int *tokens, const int *targets, int N) {
@@ -597,10 +656,13 @@ MODEL_FN void model_begin_step(Model *m, int64_t step, double lr, const OptimCon
     if (m->step_stats) m->b->zero(m->step_stats, m->step_stats_bytes);
 }
 
-// Clips and updates. When something in the step was not finite, no weight is touched: look at m->state.
+// Clips and updates. When something in the step was not finite, no weight is touched: look at
+// m->state.
 MODEL_FN void model_update(Model *m, const OptimConfig *o) {
-    m->b->grad_norm(m->state, m->base[A_GRADS], m->segments, m->n_segments, o->max_norm, m->scratch);
-    m->b->update(m->base[A_PARAMS], m->base[A_GRADS], moment(m, 0), moment(m, 1), m->segments, m->n_segments, m->state, *o);
+    m->b->grad_norm(
+        m->state, m->base[A_GRADS], m->segments, m->n_segments, o->max_norm, m->scratch);
+    m->b->update(m->base[A_PARAMS], m->base[A_GRADS], moment(m, 0), moment(m, 1), m->segments,
+        m->n_segments, m->state, *o);
     if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
 }
 
@@ -610,7 +672,8 @@ MODEL_FN StepState model_state(const Model *m) {
     return s;
 }
 
-// Sum of the cross entropy over the valid targets of B*T tokens (forward only; leaves the step's totals alone).
+// Sum of the cross entropy over the valid targets of B*T tokens (forward only; leaves the step's
+// totals alone).
 MODEL_FN StepState model_loss(Model *m, const int *tokens, const int *targets, int B, int T) {
     StepState s;
     memset(&s, 0, sizeof s);
@@ -622,9 +685,11 @@ MODEL_FN StepState model_loss(Model *m, const int *tokens, const int *targets, i
     return model_state(m);
 }
 
-/* Feeds sequence b its next len[b] <= T tokens (row b of tokens, (B,T)) at positions start[b] ..., and leaves
-   the logits of the token after the last one in m->logits (B,V), on the device. len[b] >= 1. */
-MODEL_FN void model_next(Model *m, const int *tokens, const int *start, const int *len, int B, int T) {
+/* Feeds sequence b its next len[b] <= T tokens (row b of tokens, (B,T)) at positions start[b] ...,
+   and leaves the logits of the token after the last one in m->logits (B,V), on the device. len[b]
+   >= 1. */
+MODEL_FN void model_next(
+    Model *m, const int *tokens, const int *start, const int *len, int B, int T) {
     StepState s;
     memset(&s, 0, sizeof s);
     m->b->to_device(m->state, &s, sizeof s);
@@ -635,7 +700,7 @@ MODEL_FN void model_next(Model *m, const int *tokens, const int *start, const in
     for (int b = 0; b < B; b++) {
         const size_t row = (size_t)b * T + len[b] - 1;
         m->b->linear_forward((char *)m->logits + (size_t)b * m->c.vocab_size * m->b->act_size,
-                             (char *)m->lnf + row * m->c.d_model * m->b->act_size, m->head, 1, m->scratch);
+            (char *)m->lnf + row * m->c.d_model * m->b->act_size, m->head, 1, m->scratch);
     }
 }
 

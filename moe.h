@@ -1,23 +1,24 @@
 /* moe.h: the contract of the trainer. Start reading here.
 
    It holds what every room agrees on, and no arithmetic:
-     Config          the shape of a model: one parametrised decoder that covers OLMoE, Mixtral and Qwen3-MoE
-     TensorRow       the tensor table: a parameter is a row; allocation, initialisation, the optimiser,
-                     checkpoints and tests walk this table, nobody addresses a tensor by a magic index
-     Mat             a matrix (or a stack of them, one an expert) as an operation sees it
-     Plan            which rows go to which expert: all that the expert operations know of routing
-     StepState       the few scalars of a training step that live in device memory
-     Backend         the layer operations, one function each, with the same names and shapes on every device
+     Config      the shape of a model: one parametrised decoder that covers OLMoE, Mixtral and
+                 Qwen3-MoE
+     TensorRow   the tensor table: a parameter is a row; allocation, initialisation, the optimiser,
+                 checkpoints and tests walk it, nobody addresses a tensor by a magic index
+     Mat         a matrix (or a stack of them, one an expert) as an operation sees it
+     Plan        which rows go to which expert: all that the expert operations know of routing
+     StepState   the few scalars of a training step that live in device memory
+     Backend     the layer operations, one function each, the same names and shapes on every device
 
-   moe_cpu.c implements Backend in plain C (the reference); model.h is the model, written once against it.
-   The same moe_cpu.c, compiled with real = double, is the reference that the tests measure against.
+   moe_cpu.c implements Backend in plain C (the reference); model.h is the model, written once
+   against it. The same moe_cpu.c, compiled with real = double, is what the tests measure against.
 
-   Shapes: B sequences of T tokens, N = B*T rows, C = d_model, V = vocabulary, E experts, K of them chosen a
-   token, I = expert width, S = slots (token, expert pairs; N*K for dropless top-K). Matrices are row-major and
-   weights are (out, in), as Hugging Face stores them: memory layout = file layout.
-   Signatures read outputs, inputs, sizes. Gradients of weights and `accumulate` outputs are added to, all else
-   is overwritten. act_t, param_t, grad_t and stat_t are opaque here: a backend knows what they are.
-   This file compiles as C11 and as C++17. */
+   Shapes: B sequences of T tokens, N = B*T rows, C = d_model, V = vocabulary, E experts, K of them
+   chosen a token, I = expert width, S = slots (token, expert pairs; N*K for dropless top-K).
+   Matrices are row-major and weights are (out, in), as Hugging Face stores them: memory layout =
+   file layout. Signatures read outputs, inputs, sizes. Gradients of weights and `accumulate`
+   outputs are added to, all else is overwritten. act_t, param_t, grad_t and stat_t are opaque
+   here: a backend knows what they are. This file compiles as C11 and as C++17. */
 #ifndef MOE_H
 #define MOE_H
 
@@ -28,16 +29,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef void act_t;    // activations: real on the CPU, float or bf16 on a GPU
-typedef void param_t;  // weights: likewise
-typedef void grad_t;   // weight gradients and optimiser moments: float whatever the data type
-typedef void stat_t;   // rstd, log-sum-exp, router values, losses: float (double in the reference)
+typedef void act_t;   // activations: real on the CPU, float or bf16 on a GPU
+typedef void param_t; // weights: likewise
+typedef void grad_t;  // weight gradients and optimiser moments: float whatever the data type
+typedef void stat_t;  // rstd, log-sum-exp, router values, losses: float (double in the reference)
 
 typedef enum { F32, F64, BF16, F16 } DType;
 
 enum { MAX_LAYERS = 1024, ARENA_ALIGN = 256 }; // every tensor starts on ARENA_ALIGN bytes
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // errors
 
 enum { USER_ERROR = 2, RUN_ERROR = 1 }; // exit status: bad input or flag | a run that failed
@@ -46,7 +47,8 @@ enum { USER_ERROR = 2, RUN_ERROR = 1 }; // exit status: bad input or flag | a ru
 #if defined(__GNUC__)
 __attribute__((noreturn, format(printf, 2, 3), unused, cold))
 #endif
-static void die(int code, const char *fmt, ...) {
+static void
+die(int code, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     fflush(stdout);
@@ -57,13 +59,16 @@ static void die(int code, const char *fmt, ...) {
     exit(code);
 }
 
-// What went wrong, for functions whose caller may have another way: they return fail(err, ...) = -1.
-typedef struct Err { char text[1024]; } Err;
+// What went wrong, for functions whose caller may have another way: they return fail(...) = -1.
+typedef struct Err {
+    char text[1024];
+} Err;
 
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3), unused, cold))
 #endif
-static int fail(Err *err, const char *fmt, ...) {
+static int
+fail(Err *err, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(err->text, sizeof err->text, fmt, ap);
@@ -71,10 +76,14 @@ static int fail(Err *err, const char *fmt, ...) {
     return -1;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // the shape of a model
 
-typedef enum { QK_NORM_NONE, QK_NORM_FULL, QK_NORM_HEAD } QkNorm;     // none | all heads (OLMoE) | per head (Qwen3)
+typedef enum {
+    QK_NORM_NONE,
+    QK_NORM_FULL,
+    QK_NORM_HEAD
+} QkNorm; // none | all heads (OLMoE) | per head (Qwen3)
 typedef enum { ROUTER_SOFTMAX, ROUTER_SIGMOID } RouterKind;
 
 typedef struct Config {
@@ -99,34 +108,79 @@ typedef struct Config {
 } Config;
 
 // true where layer l routes its tokens: everything else is a dense MLP
-static inline int is_moe_layer(const Config *c, int l) { return c->n_experts > 1 && l >= c->dense_layers; }
+static inline int is_moe_layer(const Config *c, int l) {
+    return c->n_experts > 1 && l >= c->dense_layers;
+}
 static inline int mlp_width(const Config *c, int l) {
     return c->n_experts == 1 || is_moe_layer(c, l) ? c->d_expert : c->d_dense;
 }
-static inline int mlp_experts(const Config *c, int l) { return is_moe_layer(c, l) ? c->n_experts : 1; }
+static inline int mlp_experts(const Config *c, int l) {
+    return is_moe_layer(c, l) ? c->n_experts : 1;
+}
 static inline int mlp_topk(const Config *c, int l) { return is_moe_layer(c, l) ? c->top_k : 1; }
 static inline int moe_layers(const Config *c) {
     return c->n_experts > 1 && c->dense_layers < c->n_layers ? c->n_layers - c->dense_layers : 0;
 }
-static inline int qkv_rows(const Config *c) { return (c->n_heads + 2 * c->n_kv_heads) * c->head_dim; }
+static inline int qkv_rows(const Config *c) {
+    return (c->n_heads + 2 * c->n_kv_heads) * c->head_dim;
+}
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // the tensor table
 
 typedef enum {
-    T_EMBED, T_ATTN_NORM, T_QKV, T_Q_NORM, T_K_NORM, T_ATTN_OUT, T_MLP_NORM, T_ROUTER, T_ROUTER_BIAS,
-    T_GATE_UP, T_DOWN, T_SHARED_GATE_UP, T_SHARED_DOWN, T_FINAL_NORM, T_HEAD, T_KINDS
+    T_EMBED,
+    T_ATTN_NORM,
+    T_QKV,
+    T_Q_NORM,
+    T_K_NORM,
+    T_ATTN_OUT,
+    T_MLP_NORM,
+    T_ROUTER,
+    T_ROUTER_BIAS,
+    T_GATE_UP,
+    T_DOWN,
+    T_SHARED_GATE_UP,
+    T_SHARED_DOWN,
+    T_FINAL_NORM,
+    T_HEAD,
+    T_KINDS
 } TensorKind;
 
 typedef enum { // a dimension named, resolved against a Config by dim_of()
-    DIM_NONE, DIM_ONE, DIM_V, DIM_C, DIM_Q, DIM_KV, DIM_QNORM, DIM_KNORM, DIM_E, DIM_I, DIM_DENSE, DIM_SHARED
+    DIM_NONE,
+    DIM_ONE,
+    DIM_V,
+    DIM_C,
+    DIM_Q,
+    DIM_KV,
+    DIM_QNORM,
+    DIM_KNORM,
+    DIM_E,
+    DIM_I,
+    DIM_DENSE,
+    DIM_SHARED
 } Dim;
-typedef enum { IN_MODEL, IN_LAYERS, IN_DENSE_LAYERS, IN_MOE_LAYERS, IN_EXPERTS } Where; // how often a row occurs
-typedef enum { INIT_ONES, INIT_ZEROS, INIT_NORMAL, INIT_RESIDUAL } Init; // RESIDUAL: std / sqrt(2 L)
-typedef enum { SHARD_NONE, SHARD_EXPERT } Shard; // replicated on every rank | split over expert-parallel ranks
+typedef enum {
+    IN_MODEL,
+    IN_LAYERS,
+    IN_DENSE_LAYERS,
+    IN_MOE_LAYERS,
+    IN_EXPERTS
+} Where; // how often a row occurs
+typedef enum {
+    INIT_ONES,
+    INIT_ZEROS,
+    INIT_NORMAL,
+    INIT_RESIDUAL
+} Init; // RESIDUAL: std / sqrt(2 L)
+typedef enum {
+    SHARD_NONE,
+    SHARD_EXPERT
+} Shard; // replicated on every rank | split over expert-parallel ranks
 
-/* One parameter. It may be stored as several tensors in a file (q, k and v; gate and up): its parts, stacked by
-   rows, each contiguous. %d stands for the layer, a second %d for the expert. */
+/* One parameter. It may be stored as several tensors in a file (q, k and v; gate and up): its
+   parts, stacked by rows, each contiguous. %d stands for the layer, a second %d for the expert. */
 typedef struct TensorRow {
     TensorKind kind;
     Where where;
@@ -143,42 +197,43 @@ typedef struct TensorRow {
 #define LAYER "model.layers.%d."
 static const TensorRow tensor_rows[] = {
     {T_EMBED, IN_MODEL, 1, {"model.embed_tokens.weight", 0, 0}, {DIM_V, DIM_NONE, DIM_NONE}, DIM_C,
-     1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
-    {T_ATTN_NORM, IN_LAYERS, 1, {LAYER "input_layernorm.weight", 0, 0}, {DIM_C, DIM_NONE, DIM_NONE}, DIM_NONE,
-     0, 1, INIT_ONES, 0, SHARD_NONE},
+        1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
+    {T_ATTN_NORM, IN_LAYERS, 1, {LAYER "input_layernorm.weight", 0, 0}, {DIM_C, DIM_NONE, DIM_NONE},
+        DIM_NONE, 0, 1, INIT_ONES, 0, SHARD_NONE},
     {T_QKV, IN_LAYERS, 3,
-     {LAYER "self_attn.q_proj.weight", LAYER "self_attn.k_proj.weight", LAYER "self_attn.v_proj.weight"},
-     {DIM_Q, DIM_KV, DIM_KV}, DIM_C, 1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
-    {T_Q_NORM, IN_LAYERS, 1, {LAYER "self_attn.q_norm.weight", 0, 0}, {DIM_QNORM, DIM_NONE, DIM_NONE}, DIM_NONE,
-     0, 1, INIT_ONES, 0, SHARD_NONE},
-    {T_K_NORM, IN_LAYERS, 1, {LAYER "self_attn.k_norm.weight", 0, 0}, {DIM_KNORM, DIM_NONE, DIM_NONE}, DIM_NONE,
-     0, 1, INIT_ONES, 0, SHARD_NONE},
-    {T_ATTN_OUT, IN_LAYERS, 1, {LAYER "self_attn.o_proj.weight", 0, 0}, {DIM_C, DIM_NONE, DIM_NONE}, DIM_Q,
-     1, 1, INIT_RESIDUAL, 0.02, SHARD_NONE},
-    {T_MLP_NORM, IN_LAYERS, 1, {LAYER "post_attention_layernorm.weight", 0, 0}, {DIM_C, DIM_NONE, DIM_NONE},
-     DIM_NONE, 0, 1, INIT_ONES, 0, SHARD_NONE},
-    {T_ROUTER, IN_MOE_LAYERS, 1, {LAYER "mlp.gate.weight", 0, 0}, {DIM_E, DIM_NONE, DIM_NONE}, DIM_C,
-     1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
+        {LAYER "self_attn.q_proj.weight", LAYER "self_attn.k_proj.weight",
+            LAYER "self_attn.v_proj.weight"},
+        {DIM_Q, DIM_KV, DIM_KV}, DIM_C, 1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
+    {T_Q_NORM, IN_LAYERS, 1, {LAYER "self_attn.q_norm.weight", 0, 0},
+        {DIM_QNORM, DIM_NONE, DIM_NONE}, DIM_NONE, 0, 1, INIT_ONES, 0, SHARD_NONE},
+    {T_K_NORM, IN_LAYERS, 1, {LAYER "self_attn.k_norm.weight", 0, 0},
+        {DIM_KNORM, DIM_NONE, DIM_NONE}, DIM_NONE, 0, 1, INIT_ONES, 0, SHARD_NONE},
+    {T_ATTN_OUT, IN_LAYERS, 1, {LAYER "self_attn.o_proj.weight", 0, 0}, {DIM_C, DIM_NONE, DIM_NONE},
+        DIM_Q, 1, 1, INIT_RESIDUAL, 0.02, SHARD_NONE},
+    {T_MLP_NORM, IN_LAYERS, 1, {LAYER "post_attention_layernorm.weight", 0, 0},
+        {DIM_C, DIM_NONE, DIM_NONE}, DIM_NONE, 0, 1, INIT_ONES, 0, SHARD_NONE},
+    {T_ROUTER, IN_MOE_LAYERS, 1, {LAYER "mlp.gate.weight", 0, 0}, {DIM_E, DIM_NONE, DIM_NONE},
+        DIM_C, 1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
     {T_ROUTER_BIAS, IN_MOE_LAYERS, 1, {LAYER "mlp.gate.e_score_correction_bias", 0, 0},
-     {DIM_E, DIM_NONE, DIM_NONE}, DIM_NONE, 0, 0, INIT_ZEROS, 0, SHARD_NONE},
+        {DIM_E, DIM_NONE, DIM_NONE}, DIM_NONE, 0, 0, INIT_ZEROS, 0, SHARD_NONE},
     {T_GATE_UP, IN_EXPERTS, 2,
-     {LAYER "mlp.experts.%d.gate_proj.weight", LAYER "mlp.experts.%d.up_proj.weight", 0},
-     {DIM_I, DIM_I, DIM_NONE}, DIM_C, 1, 1, INIT_NORMAL, 0.02, SHARD_EXPERT},
-    {T_DOWN, IN_EXPERTS, 1, {LAYER "mlp.experts.%d.down_proj.weight", 0, 0}, {DIM_C, DIM_NONE, DIM_NONE}, DIM_I,
-     1, 1, INIT_RESIDUAL, 0.02, SHARD_EXPERT},
+        {LAYER "mlp.experts.%d.gate_proj.weight", LAYER "mlp.experts.%d.up_proj.weight", 0},
+        {DIM_I, DIM_I, DIM_NONE}, DIM_C, 1, 1, INIT_NORMAL, 0.02, SHARD_EXPERT},
+    {T_DOWN, IN_EXPERTS, 1, {LAYER "mlp.experts.%d.down_proj.weight", 0, 0},
+        {DIM_C, DIM_NONE, DIM_NONE}, DIM_I, 1, 1, INIT_RESIDUAL, 0.02, SHARD_EXPERT},
     {T_GATE_UP, IN_DENSE_LAYERS, 2, {LAYER "mlp.gate_proj.weight", LAYER "mlp.up_proj.weight", 0},
-     {DIM_DENSE, DIM_DENSE, DIM_NONE}, DIM_C, 1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
-    {T_DOWN, IN_DENSE_LAYERS, 1, {LAYER "mlp.down_proj.weight", 0, 0}, {DIM_C, DIM_NONE, DIM_NONE}, DIM_DENSE,
-     1, 1, INIT_RESIDUAL, 0.02, SHARD_NONE},
+        {DIM_DENSE, DIM_DENSE, DIM_NONE}, DIM_C, 1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
+    {T_DOWN, IN_DENSE_LAYERS, 1, {LAYER "mlp.down_proj.weight", 0, 0}, {DIM_C, DIM_NONE, DIM_NONE},
+        DIM_DENSE, 1, 1, INIT_RESIDUAL, 0.02, SHARD_NONE},
     {T_SHARED_GATE_UP, IN_MOE_LAYERS, 2,
-     {LAYER "mlp.shared_expert.gate_proj.weight", LAYER "mlp.shared_expert.up_proj.weight", 0},
-     {DIM_SHARED, DIM_SHARED, DIM_NONE}, DIM_C, 1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
+        {LAYER "mlp.shared_expert.gate_proj.weight", LAYER "mlp.shared_expert.up_proj.weight", 0},
+        {DIM_SHARED, DIM_SHARED, DIM_NONE}, DIM_C, 1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
     {T_SHARED_DOWN, IN_MOE_LAYERS, 1, {LAYER "mlp.shared_expert.down_proj.weight", 0, 0},
-     {DIM_C, DIM_NONE, DIM_NONE}, DIM_SHARED, 1, 1, INIT_RESIDUAL, 0.02, SHARD_NONE},
+        {DIM_C, DIM_NONE, DIM_NONE}, DIM_SHARED, 1, 1, INIT_RESIDUAL, 0.02, SHARD_NONE},
     {T_FINAL_NORM, IN_MODEL, 1, {"model.norm.weight", 0, 0}, {DIM_C, DIM_NONE, DIM_NONE}, DIM_NONE,
-     0, 1, INIT_ONES, 0, SHARD_NONE},
-    {T_HEAD, IN_MODEL, 1, {"lm_head.weight", 0, 0}, {DIM_V, DIM_NONE, DIM_NONE}, DIM_C,
-     1, 1, INIT_NORMAL, 0.02, SHARD_NONE},
+        0, 1, INIT_ONES, 0, SHARD_NONE},
+    {T_HEAD, IN_MODEL, 1, {"lm_head.weight", 0, 0}, {DIM_V, DIM_NONE, DIM_NONE}, DIM_C, 1, 1,
+        INIT_NORMAL, 0.02, SHARD_NONE},
 };
 #undef LAYER
 enum { TENSOR_ROWS = sizeof(tensor_rows) / sizeof(tensor_rows[0]) };
@@ -210,8 +265,9 @@ static inline int row_exists(const Config *c, const TensorRow *r) {
     return 1;
 }
 
-/* One instance of a row: layer and expert are -1 where the row has none. `offset` counts elements from the start
-   of the arena of parameters; gradients and moments have the same offsets (buffers: of the arena of buffers). */
+/* One instance of a row: layer and expert are -1 where the row has none. `offset` counts elements
+   from the start of the arena of parameters; gradients and moments have the same offsets (buffers:
+   of the arena of buffers). */
 typedef struct Tensor {
     const TensorRow *row;
     int layer, expert;
@@ -222,13 +278,13 @@ typedef struct Tensor {
 typedef struct TensorTable {
     Tensor *tensor;
     int count;
-    size_t elements, buffer_elements;        // sizes of the two arenas, gaps for alignment included
-    int (*first)[T_KINDS];                   // first[l + 1][kind]: index into tensor (expert 0), -1 = none
+    size_t elements, buffer_elements; // sizes of the two arenas, gaps for alignment included
+    int (*first)[T_KINDS];            // first[l + 1][kind]: index into tensor (expert 0), -1 = none
 } TensorTable;
 
-/* Lays out every tensor of a model: walks the table layer by layer, all gate_up of a layer before all down, so
-   that the experts of a layer lie at one constant stride. elem_size: bytes of a parameter on the device.
-   Returns 0, or -1 when memory for the table itself runs out. */
+/* Lays out every tensor of a model: walks the table layer by layer, all gate_up of a layer before
+   all down, so that the experts of a layer lie at one constant stride. elem_size: bytes of a
+   parameter on the device. Returns 0, or -1 when memory for the table itself runs out. */
 static inline int tensor_table_build(TensorTable *t, const Config *c, size_t elem_size) {
     const size_t step = ARENA_ALIGN / elem_size;
     size_t room = 0, at[2] = {0, 0};
@@ -242,8 +298,9 @@ static inline int tensor_table_build(TensorTable *t, const Config *c, size_t ele
         for (int i = 0; i < TENSOR_ROWS; i++) {
             const TensorRow *r = &tensor_rows[i];
             int moe = l >= 0 && is_moe_layer(c, l);
-            int here = r->where == IN_MODEL ? l < 0 : l >= 0 &&
-                       (r->where == IN_LAYERS || (r->where == IN_DENSE_LAYERS ? !moe : moe));
+            int here = r->where == IN_MODEL
+                ? l < 0
+                : l >= 0 && (r->where == IN_LAYERS || (r->where == IN_DENSE_LAYERS ? !moe : moe));
             if (!here || !row_exists(c, r)) continue;
             int experts = r->where == IN_EXPERTS ? c->n_experts : 1;
             t->first[l + 1][r->kind] = t->count;
@@ -272,7 +329,8 @@ static inline void tensor_table_free(TensorTable *t) {
     memset(t, 0, sizeof *t);
 }
 
-static inline const Tensor *tensor_of(const TensorTable *t, TensorKind kind, int layer) { // layer -1: the model's
+static inline const Tensor *tensor_of(
+    const TensorTable *t, TensorKind kind, int layer) { // layer -1: the model's
     int i = t->first[layer + 1][kind];
     return i < 0 ? NULL : &t->tensor[i];
 }
@@ -281,15 +339,20 @@ static inline const Tensor *tensor_of(const TensorTable *t, TensorKind kind, int
 static inline void tensor_name(char *out, size_t size, const Tensor *x, int p) {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wformat-nonliteral"
-    if (x->expert >= 0) snprintf(out, size, x->row->name[p], x->layer, x->expert);
-    else if (x->layer >= 0) snprintf(out, size, x->row->name[p], x->layer);
-    else snprintf(out, size, "%s", x->row->name[p]);
+    if (x->expert >= 0)
+        snprintf(out, size, x->row->name[p], x->layer, x->expert);
+    else if (x->layer >= 0)
+        snprintf(out, size, x->row->name[p], x->layer);
+    else
+        snprintf(out, size, "%s", x->row->name[p]);
 #pragma GCC diagnostic pop
 }
 
-/* Parameters of a model. total: all; active: matrix parameters that one token uses, without the embedding
-   look-up (the head counts, tied or not): 6 * active FLOPs a token, forward and backward, attention left out. */
-static inline void count_parameters(const TensorTable *t, const Config *c, double *total, double *active) {
+/* Parameters of a model. total: all; active: matrix parameters that one token uses, without the
+   embedding look-up (the head counts, tied or not): 6 * active FLOPs a token, forward and backward,
+   attention left out. */
+static inline void count_parameters(
+    const TensorTable *t, const Config *c, double *total, double *active) {
     *total = *active = 0;
     for (int i = 0; i < t->count; i++) {
         const Tensor *x = &t->tensor[i];
@@ -300,10 +363,11 @@ static inline void count_parameters(const TensorTable *t, const Config *c, doubl
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // what the operations take
 
-/* A matrix, or `count` of them `stride` elements apart (the experts of a layer). scale: for quantised types. */
+/* A matrix, or `count` of them `stride` elements apart (the experts of a layer). scale: for
+   quantised types. */
 typedef struct Mat {
     void *data;
     DType dtype;
@@ -312,42 +376,51 @@ typedef struct Mat {
     size_t ld, stride;
 } Mat;
 
-/* Where the rows go. Experts see this, never N or K: top-K, capacity, token rounding and the exchange between
-   ranks differ only in how they build it. Slots are sorted by expert, within an expert by source row.
-   A dense MLP is the identity plan: one expert, row == NULL, slot s is row s with weight 1. Everything but
-   rows, E and S_max lives on the device. */
+/* Where the rows go. Experts see this, never N or K: top-K, capacity, token rounding and the
+   exchange between ranks differ only in how they build it. Slots are sorted by expert, within an
+   expert by source row. A dense MLP is the identity plan: one expert, row == NULL, slot s is row s
+   with weight 1. Everything but rows, E and S_max lives on the device. */
 typedef struct Plan {
-    int rows;        // R source rows
-    int E;           // experts here
-    int S_max;       // most slots there can be: what buffers are sized for
-    int *offsets;    // (E+1) slots of expert e are [offsets[e], offsets[e+1]); S = offsets[E]
-    int *row;        // (S) source row of a slot
-    int *expert;     // (S) its expert
-    stat_t *weight;  // (S) its combine weight
-    int *row_begin;  // (R+1) row r owns slot[row_begin[r]] ... slot[row_begin[r+1]-1]
-    int *slot;       // (S) those slots, in expert order
+    int rows;       // R source rows
+    int E;          // experts here
+    int S_max;      // most slots there can be: what buffers are sized for
+    int *offsets;   // (E+1) slots of expert e are [offsets[e], offsets[e+1]); S = offsets[E]
+    int *row;       // (S) source row of a slot
+    int *expert;    // (S) its expert
+    stat_t *weight; // (S) its combine weight
+    int *row_begin; // (R+1) row r owns slot[row_begin[r]] ... slot[row_begin[r+1]-1]
+    int *slot;      // (S) those slots, in expert order
 } Plan;
 
-/* The scalars of one training step, in device memory: nothing inside a step waits for them to reach the host.
-   A bad value is recorded once, the first in program order; the optimiser then leaves every weight alone. */
+/* The scalars of one training step, in device memory: nothing inside a step waits for them to reach
+   the host. A bad value is recorded once, the first in program order; the optimiser then leaves
+   every weight alone. */
 typedef enum { BAD_NONE, BAD_LOSS, BAD_ROUTER, BAD_GRADIENT } BadKind;
 typedef struct StepState {
-    int bad;            // BadKind
-    int bad_layer;      // BAD_ROUTER: the layer
-    int64_t bad_index;  // BAD_LOSS, BAD_ROUTER: the row of the micro-batch; BAD_GRADIENT: index into the segments
-    double loss;        // sum over micro-batches of cross entropy * loss scale
-    double grad_norm;   // before clipping
-    double clip;        // factor that the optimiser applies to gradients
+    int bad;           // BadKind
+    int bad_layer;     // BAD_ROUTER: the layer
+    int64_t bad_index; // BAD_LOSS, BAD_ROUTER: the row of the micro-batch; BAD_GRADIENT: index into
+                       // the segments
+    double loss;       // sum over micro-batches of cross entropy * loss scale
+    double grad_norm;  // before clipping
+    double clip;       // factor that the optimiser applies to gradients
     double lr, beta1_correction, beta2_correction; // of this step: lr and 1 - beta^step
 } StepState;
 
 // One tensor to the optimiser: elements of the parameter, gradient and moment arenas.
-typedef struct Segment { size_t offset, count; int decay; } Segment;
+typedef struct Segment {
+    size_t offset, count;
+    int decay;
+} Segment;
 
-typedef struct OptimConfig { double beta1, beta2, eps, weight_decay, max_norm; int sgd; } OptimConfig;
+typedef struct OptimConfig {
+    double beta1, beta2, eps, weight_decay, max_norm;
+    int sgd;
+} OptimConfig;
 
-/* Shape of an attention call. New tokens of sequence b sit at positions start[b] .. start[b]+len[b]-1 (NULL: 0 and
-   T, training); rows beyond len are padding: their outputs are zeros. The key cache holds `cache_len` positions. */
+/* Shape of an attention call. New tokens of sequence b sit at positions start[b] ..
+   start[b]+len[b]-1 (NULL: 0 and T, training); rows beyond len are padding: their outputs are
+   zeros. The key cache holds `cache_len` positions. */
 typedef struct Attn {
     int B, T, n_heads, n_kv_heads, head_dim, cache_len;
     const int *start, *len;
@@ -360,10 +433,13 @@ typedef struct Router {
     double aux_coef, z_coef; // already divided by the number of MoE layers and of micro-batches
 } Router;
 
-/* Shapes that bound the scratch a backend needs: rows in a call, and whether there is a backward pass. */
-typedef struct ScratchShape { int B, T, cache_len, S_max, backward; } ScratchShape;
+/* Shapes that bound the scratch a backend needs: rows in a call, and whether there is a backward
+   pass. */
+typedef struct ScratchShape {
+    int B, T, cache_len, S_max, backward;
+} ScratchShape;
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // the operations
 
 typedef struct Backend {
@@ -372,103 +448,120 @@ typedef struct Backend {
     size_t act_size, param_size, grad_size, stat_size; // bytes of an element
     void *stream;                                      // the device's queue, opaque
 
-    // memory: alloc returns NULL when there is none, aligned to ARENA_ALIGN; fresh memory is unspecified
+    // memory: alloc returns NULL when there is none, aligned to ARENA_ALIGN; fresh memory is
+    // unspecified
     void *(*alloc)(size_t bytes);
     void (*release)(void *p);
     void (*to_device)(void *dst, const void *src, size_t bytes);
     void (*to_host)(void *dst, const void *src, size_t bytes);
     void (*zero)(void *p, size_t bytes);
     void (*sync)(void);
-    // measured GFLOP/s of independent multiply-adds in param_type, on all threads: what `share of peak` means
+    // measured GFLOP/s of independent multiply-adds in param_type, on all threads: what `share of
+    // peak` means
     double (*peak)(double seconds);
-    // bytes of scratch that the hungriest operation needs for this model and shape (each declares its own)
+    // bytes of scratch that the hungriest operation needs for this model and shape (each declares
+    // its own)
     size_t (*scratch_bytes)(const Config *c, const ScratchShape *s);
-    // called after the optimiser wrote the parameters: rebuild whatever copies the backend keeps. NULL: none
+    // called after the optimiser wrote the parameters: rebuild whatever copies the backend keeps.
+    // NULL: none
     void (*params_changed)(const param_t *params, const TensorTable *t);
 
-    // out[n] = wte[tokens[n]]                                               out (N,C), wte (V,C)
+    // out[n] = wte[tokens[n]];  out (N,C), wte (V,C)
     void (*embedding_forward)(act_t *out, const int *tokens, Mat wte, int N);
-    void (*embedding_backward)(grad_t *dwte, const act_t *dout, const int *tokens, int N, int V, int C);
+    void (*embedding_backward)(
+        grad_t *dwte, const act_t *dout, const int *tokens, int N, int V, int C);
 
-    // out = inp * rstd * weight, rstd = 1/sqrt(mean(inp^2) + eps)           out, inp (N,C), rstd (N), weight (C)
-    void (*rmsnorm_forward)(act_t *out, stat_t *rstd, const act_t *inp, const param_t *weight, int N, int C,
-                            double eps);
+    // out = inp * rstd * weight, rstd = 1/sqrt(mean(inp^2) + eps);  out, inp (N,C), rstd
+    // (N), weight (C)
+    void (*rmsnorm_forward)(act_t *out, stat_t *rstd, const act_t *inp, const param_t *weight,
+        int N, int C, double eps);
     // the same after sum = inp + branch; sum (N,C) may be inp
-    void (*residual_rmsnorm_forward)(act_t *sum, act_t *out, stat_t *rstd, const act_t *inp, const act_t *branch,
-                                     const param_t *weight, int N, int C, double eps);
+    void (*residual_rmsnorm_forward)(act_t *sum, act_t *out, stat_t *rstd, const act_t *inp,
+        const act_t *branch, const param_t *weight, int N, int C, double eps);
     // dinp += d loss / d inp, dweight += d loss / d weight
     void (*rmsnorm_backward)(act_t *dinp, grad_t *dweight, const act_t *dout, const act_t *inp,
-                             const stat_t *rstd, const param_t *weight, int N, int C);
-    // out = a + b                                                           (count) elements; out may be a or b
+        const stat_t *rstd, const param_t *weight, int N, int C);
+    // out = a + b;  (count) elements; out
+    // may be a or b
     void (*add)(act_t *out, const act_t *a, const act_t *b, size_t count);
 
-    // out = inp w^T                                                         out (N,rows), inp (N,cols)
+    // out = inp w^T;  out (N,rows), inp (N,cols)
     void (*linear_forward)(act_t *out, const act_t *inp, Mat w, int N, void *scratch);
     // dinp (+)= dout w (dinp NULL: skipped), dweight += dout^T inp
-    void (*linear_backward)(act_t *dinp, grad_t *dweight, const act_t *dout, const act_t *inp, Mat w, int N,
-                            int accumulate, void *scratch);
+    void (*linear_backward)(act_t *dinp, grad_t *dweight, const act_t *dout, const act_t *inp,
+        Mat w, int N, int accumulate, void *scratch);
 
-    /* Splits the rows of qkv (N, (n_heads + 2 n_kv_heads) head_dim), normalises q and k (qk_norm), rotates them by
-       their positions (rotate-half; rope (positions, hd): a row holds hd/2 cosines, then hd/2 sines).
-       q (B, n_heads, T, hd); k, v: the cache (B, n_kv_heads, cache_len, hd), written at the tokens' positions.
-       rstd (N, norms of q then of k): n_heads + n_kv_heads per-head values, 2 for the full norm. */
-    void (*qk_rope_forward)(act_t *q, act_t *k, act_t *v, stat_t *rstd, const act_t *qkv, const param_t *q_weight,
-                            const param_t *k_weight, const stat_t *rope, Attn a);
+    /* Splits the rows of qkv (N, (n_heads + 2 n_kv_heads) head_dim), normalises q and k (qk_norm),
+       rotates them by their positions (rotate-half; rope (positions, hd): a row holds hd/2 cosines,
+       then hd/2 sines). q (B, n_heads, T, hd); k, v: the cache (B, n_kv_heads, cache_len, hd),
+       written at the tokens' positions. rstd (N, norms of q then of k): n_heads + n_kv_heads
+       per-head values, 2 for the full norm. */
+    void (*qk_rope_forward)(act_t *q, act_t *k, act_t *v, stat_t *rstd, const act_t *qkv,
+        const param_t *q_weight, const param_t *k_weight, const stat_t *rope, Attn a);
     // dqkv (overwritten), weight gradients (accumulated) from dq, dk, dv in the layouts of q, k, v
-    void (*qk_rope_backward)(act_t *dqkv, grad_t *dq_weight, grad_t *dk_weight, const act_t *dq, const act_t *dk,
-                             const act_t *dv, const act_t *qkv, const stat_t *rstd, const param_t *q_weight,
-                             const param_t *k_weight, const stat_t *rope, Attn a, void *scratch);
+    void (*qk_rope_backward)(act_t *dqkv, grad_t *dq_weight, grad_t *dk_weight, const act_t *dq,
+        const act_t *dk, const act_t *dv, const act_t *qkv, const stat_t *rstd,
+        const param_t *q_weight, const param_t *k_weight, const stat_t *rope, Attn a,
+        void *scratch);
 
-    /* Causal grouped-query attention, softmax(q k^T / sqrt(hd)) v over keys 0 .. own position, in fixed key blocks
-       from key 0 (online softmax); no T*T matrix.    out (N, n_heads*hd), lse (B, n_heads, T) */
-    void (*attention_forward)(act_t *out, stat_t *lse, const act_t *q, const act_t *k, const act_t *v, Attn a,
-                              void *scratch);
+    /* Causal grouped-query attention, softmax(q k^T / sqrt(hd)) v over keys 0 .. own position, in
+       fixed key blocks from key 0 (online softmax); no T*T matrix.    out (N, n_heads*hd), lse (B,
+       n_heads, T) */
+    void (*attention_forward)(act_t *out, stat_t *lse, const act_t *q, const act_t *k,
+        const act_t *v, Attn a, void *scratch);
     // dq, dk, dv overwritten; training shapes only (start = 0, cache_len = T)
     void (*attention_backward)(act_t *dq, act_t *dk, act_t *dv, const act_t *dout, const act_t *out,
-                               const stat_t *lse, const act_t *q, const act_t *k, const act_t *v, Attn a,
-                               void *scratch);
+        const stat_t *lse, const act_t *q, const act_t *k, const act_t *v, Attn a, void *scratch);
 
-    /* logits = X Wr^T (fp32); scores = softmax or sigmoid; the K largest (plus bias, sigmoid), ties to the lowest
-       expert id; combine weights.   logits (N,E), lse (N), idx, weight (N,K), count (E) = top-K choices an expert.
-       reuse: idx is given, not chosen. loss_sum[0] += E sum_e f_e P_e, loss_sum[1] += mean lse^2, count_sum += count
-       (both NULL: skipped). A logit that is not finite sets st->bad with this layer and the row. */
-    void (*router_forward)(stat_t *logits, stat_t *lse, int *idx, stat_t *weight, int *count, stat_t *loss_sum,
-                           int *count_sum, const act_t *X, Mat Wr, const stat_t *bias, Router r, int reuse,
-                           StepState *st, int layer, void *scratch);
-    // dX += , dWr += : from dS (S), the gradient of the combine weights of the plan's slots, and the balance losses
-    void (*router_backward)(act_t *dX, grad_t *dWr, const stat_t *dS, const Plan *p, const stat_t *logits,
-                            const stat_t *lse, const int *idx, const stat_t *weight, const int *count,
-                            const act_t *X, Mat Wr, Router r, void *scratch);
+    /* logits = X Wr^T (fp32); scores = softmax or sigmoid; the K largest (plus bias, sigmoid), ties
+       to the lowest expert id; combine weights.   logits (N,E), lse (N), idx, weight (N,K), count
+       (E) = top-K choices an expert. reuse: idx is given, not chosen. loss_sum[0] += E sum_e f_e
+       P_e, loss_sum[1] += mean lse^2, count_sum += count (both NULL: skipped). A logit that is not
+       finite sets st->bad with this layer and the row. */
+    void (*router_forward)(stat_t *logits, stat_t *lse, int *idx, stat_t *weight, int *count,
+        stat_t *loss_sum, int *count_sum, const act_t *X, Mat Wr, const stat_t *bias, Router r,
+        int reuse, StepState *st, int layer, void *scratch);
+    // dX += , dWr += : from dS (S), the gradient of the combine weights of the plan's slots, and
+    // the balance losses
+    void (*router_backward)(act_t *dX, grad_t *dWr, const stat_t *dS, const Plan *p,
+        const stat_t *logits, const stat_t *lse, const int *idx, const stat_t *weight,
+        const int *count, const act_t *X, Mat Wr, Router r, void *scratch);
 
     // dropless top-K: a stable counting sort of (row, k) by expert
-    void (*plan_topk)(Plan *p, const int *idx, const stat_t *weight, const int *count, int N, int K, int E);
+    void (*plan_topk)(
+        Plan *p, const int *idx, const stat_t *weight, const int *count, int N, int K, int E);
 
-    // H[s] = W1[e] X[row s], for every slot s of expert e                   H (S,2I) = [gate; up], W1 (E,2I,C)
+    // H[s] = W1[e] X[row s], for every slot s of expert e;  H (S,2I) = [gate; up], W1 (E,2I,C)
     void (*expert_up_forward)(act_t *H, const act_t *X, Mat W1, const Plan *p, void *scratch);
-    // out[r] (+)= sum over the slots of r, in expert order, weight_s W2[e] (silu(g) * u)[s]         out (R,C)
-    void (*expert_down_forward)(act_t *out, const act_t *H, Mat W2, const Plan *p, int accumulate,
-                                void *scratch);
-    /* With a = silu(g) * u and da' = W2^T dout[row s]:  dS = <da', a>, dH = weight_s da' through SwiGLU, and
-       dW2 += dout^T (weight_s a).      dH (S,2I) may be H itself; sA (S,I) is overwritten; dS (S), NULL = skipped */
-    void (*expert_down_backward)(act_t *dH, act_t *sA, stat_t *dS, grad_t *dW2, const act_t *dout, const act_t *H,
-                                 Mat W2, const Plan *p, void *scratch);
+    // out[r] (+)= sum over the slots of r, in expert order, of weight_s W2[e] (silu(g) * u)[s];
+    // out (R,C), W2 (E,C,I)
+    void (*expert_down_forward)(
+        act_t *out, const act_t *H, Mat W2, const Plan *p, int accumulate, void *scratch);
+    /* With a = silu(g) * u and da' = W2^T dout[row s]:  dS = <da', a>, dH = weight_s da' through
+       SwiGLU, and dW2 += dout^T (weight_s a).      dH (S,2I) may be H itself; sA (S,I) is
+       overwritten; dS (S), NULL = skipped */
+    void (*expert_down_backward)(act_t *dH, act_t *sA, stat_t *dS, grad_t *dW2, const act_t *dout,
+        const act_t *H, Mat W2, const Plan *p, void *scratch);
     // dX[r] (+)= sum over the slots of r of W1[e]^T dH[s];  dW1 += dH^T X[row]
-    void (*expert_up_backward)(act_t *dX, grad_t *dW1, const act_t *dH, const act_t *X, Mat W1, const Plan *p,
-                               int accumulate, void *scratch);
+    void (*expert_up_backward)(act_t *dX, grad_t *dW1, const act_t *dH, const act_t *X, Mat W1,
+        const Plan *p, int accumulate, void *scratch);
 
-    /* Cross entropy of inp w^T against targets (-1 = ignored), in chunks of rows: losses (N) = lse - logit (0 where
-       ignored); with dinp: dinp = and dw += gradients of scale * sum(losses). No (N,V) tensor.  w (V,C) */
-    void (*classifier)(stat_t *losses, act_t *dinp, grad_t *dw, const act_t *inp, Mat w, const int *targets, int N,
-                       double scale, void *scratch);
-    // st->loss += scale * sum of losses, in a fixed order; the first row whose loss is not finite sets st->bad
+    /* Cross entropy of inp w^T against targets (-1 = ignored), in chunks of rows: losses (N) = lse
+       - logit (0 where ignored); with dinp: dinp = and dw += gradients of scale * sum(losses). No
+       (N,V) tensor.  w (V,C) */
+    void (*classifier)(stat_t *losses, act_t *dinp, grad_t *dw, const act_t *inp, Mat w,
+        const int *targets, int N, double scale, void *scratch);
+    // st->loss += scale * sum of losses, in a fixed order; the first row whose loss is not finite
+    // sets st->bad
     void (*reduce_loss)(StepState *st, const stat_t *losses, int N, double scale);
 
-    // st->grad_norm, st->clip = min(1, max_norm / norm); a gradient that is not finite sets st->bad (its segment)
-    void (*grad_norm)(StepState *st, const grad_t *grads, const Segment *seg, int nseg, double max_norm,
-                      void *scratch);
+    // st->grad_norm, st->clip = min(1, max_norm / norm); a gradient that is not finite sets st->bad
+    // (its segment)
+    void (*grad_norm)(StepState *st, const grad_t *grads, const Segment *seg, int nseg,
+        double max_norm, void *scratch);
     // AdamW (decoupled decay) or SGD over all segments; does nothing when st->bad is set
-    void (*update)(param_t *params, const grad_t *grads, grad_t *m, grad_t *v, const Segment *seg, int nseg,
-                   const StepState *st, OptimConfig o);
+    void (*update)(param_t *params, const grad_t *grads, grad_t *m, grad_t *v, const Segment *seg,
+        int nseg, const StepState *st, OptimConfig o);
 } Backend;
 
 #ifdef __cplusplus

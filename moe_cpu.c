@@ -1,15 +1,15 @@
-/* moe_cpu.c: every layer, forward and backward, in plain C. This is the reference: read it beside moe.h, which
-   says what each operation takes, and beside model.h, which calls them in order.
+/* moe_cpu.c: every layer, forward and backward, in plain C. This is the reference: read it beside
+   moe.h, which says what each operation takes, and model.h, which calls them in order.
 
    The same file makes two backends: real = float is the CPU trainer, and -Dreal=double with
    -Dbackend_cpu=backend_f64 is the reference that every test measures against.
 
-   Order: embedding, norms, linear, rotary, attention, router, plan, experts, classifier, optimiser, memory.
-   Matrix products and vector helpers live in gemm.h; what is here is the formula.
+   Order: embedding, norms, linear, rotary, attention, router, plan, experts, classifier,
+   optimiser, memory. Matrix products and vector helpers live in gemm.h; here is the formula.
 
    Three rules make every result the same for any number of threads and any batch around a row:
-   - work is split over outputs, never over a sum; a sum over many rows (a weight gradient, a loss) is cut into
-     blocks of fixed size, and the blocks are added in order;
+   - work is split over outputs, never over a sum; a sum over many rows (a weight gradient, a loss)
+     is cut into blocks of fixed size, and the blocks are added in order;
    - inside a row, sums run over a fixed number of lanes (dot, sum in gemm.h);
    - which thread does a piece, and how big the pieces of *outputs* are, cannot change a bit.
 
@@ -28,14 +28,14 @@
 #define root __builtin_choose_expr(sizeof(real) == 8, sqrt, sqrtf) // IEEE: the same bits everywhere
 
 enum {
-    ROW_BLOCK = 256,    // rows whose contributions to a weight gradient are summed before they are added
-    ROUTER_BLOCK = 64,  // likewise for the router's means
-    KEY_BLOCK = 64,     // attention walks the keys in blocks of this size, from key 0
-    QUERY_BLOCK = 256,  // queries that share a packed key block
-    EXPERT_ROWS = 256,  // slots of an expert that share a packed weight
-    STRIP = 512,        // columns of a combine tile
-    PIECES = 16,        // a tensor is cut into this many pieces for the norm and the update
-    COLUMNS = 32        // columns that one task of a column sum owns
+    ROW_BLOCK = 256,   // rows whose part of a weight gradient is summed before it is added
+    ROUTER_BLOCK = 64, // likewise for the router's means
+    KEY_BLOCK = 64,    // attention walks the keys in blocks of this size, from key 0
+    QUERY_BLOCK = 256, // queries that share a packed key block
+    EXPERT_ROWS = 256, // slots of an expert that share a packed weight
+    STRIP = 512,       // columns of a combine tile
+    PIECES = 16,       // a tensor is cut into this many pieces for the norm and the update
+    COLUMNS = 32       // columns that one task of a column sum owns
 };
 
 // Whether a loop of so many elementary steps is worth waking the other threads (some microseconds).
@@ -62,7 +62,7 @@ static inline real dot3(const real *a, const real *b, const real *c, int n) {
     return s;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // embedding
 
 static void embedding_forward(act_t *out_, const int *tokens, Mat wte, int N) {
@@ -74,7 +74,8 @@ static void embedding_forward(act_t *out_, const int *tokens, Mat wte, int N) {
 }
 
 // A task owns some columns and walks the tokens in order: two tokens with one id never race.
-static void embedding_backward(grad_t *dwte_, const act_t *dout_, const int *tokens, int N, int V, int C) {
+static void embedding_backward(
+    grad_t *dwte_, const act_t *dout_, const int *tokens, int N, int V, int C) {
     real *dwte = dwte_;
     const real *dout = dout_;
     (void)V;
@@ -89,7 +90,7 @@ static void embedding_backward(grad_t *dwte_, const act_t *dout_, const int *tok
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // RMSNorm
 
 static inline real norm_row(real *out, const real *x, const real *weight, int C, double eps) {
@@ -98,16 +99,17 @@ static inline real norm_row(real *out, const real *x, const real *weight, int C,
     return r;
 }
 
-static void rmsnorm_forward(act_t *out_, stat_t *rstd_, const act_t *inp_, const param_t *weight, int N, int C,
-                            double eps) {
+static void rmsnorm_forward(act_t *out_, stat_t *rstd_, const act_t *inp_, const param_t *weight,
+    int N, int C, double eps) {
     real *out = out_, *rstd = rstd_;
     const real *inp = inp_;
 #pragma omp parallel for if (worth((size_t)N * C))
-    for (int n = 0; n < N; n++) rstd[n] = norm_row(out + (size_t)n * C, inp + (size_t)n * C, weight, C, eps);
+    for (int n = 0; n < N; n++)
+        rstd[n] = norm_row(out + (size_t)n * C, inp + (size_t)n * C, weight, C, eps);
 }
 
 static void residual_rmsnorm_forward(act_t *sum_, act_t *out_, stat_t *rstd_, const act_t *inp_,
-                                     const act_t *branch_, const param_t *weight, int N, int C, double eps) {
+    const act_t *branch_, const param_t *weight, int N, int C, double eps) {
     real *sums = sum_, *out = out_, *rstd = rstd_;
     const real *inp = inp_, *branch = branch_;
 #pragma omp parallel for if (worth((size_t)N * C))
@@ -118,9 +120,10 @@ static void residual_rmsnorm_forward(act_t *sum_, act_t *out_, stat_t *rstd_, co
     }
 }
 
-/* With xhat = x * rstd and dxhat = dout * weight:  dx = rstd * (dxhat - xhat * mean(dxhat * xhat)). */
+/* With xhat = x * rstd and dxhat = dout * weight:  dx = rstd * (dxhat - xhat * mean(dxhat * xhat)).
+ */
 static void rmsnorm_backward(act_t *dinp_, grad_t *dweight_, const act_t *dout_, const act_t *inp_,
-                             const stat_t *rstd_, const param_t *weight_, int N, int C) {
+    const stat_t *rstd_, const param_t *weight_, int N, int C) {
     real *dinp = dinp_, *dweight = dweight_;
     const real *dout = dout_, *inp = inp_, *rstd = rstd_, *weight = weight_;
 #pragma omp parallel for if (worth((size_t)N * C))
@@ -150,7 +153,7 @@ static void add(act_t *out_, const act_t *a_, const act_t *b_, size_t count) {
     for (size_t i = 0; i < count; i++) out[i] = a[i] + b[i];
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // linear
 
 static void linear_forward(act_t *out, const act_t *inp, Mat w, int N, void *scratch) {
@@ -158,33 +161,38 @@ static void linear_forward(act_t *out, const act_t *inp, Mat w, int N, void *scr
     gemm_grouped(&g, 1, scratch);
 }
 
-static void linear_backward(act_t *dinp, grad_t *dweight, const act_t *dout, const act_t *inp, Mat w, int N,
-                            int accumulate, void *scratch) {
+static void linear_backward(act_t *dinp, grad_t *dweight, const act_t *dout, const act_t *inp,
+    Mat w, int N, int accumulate, void *scratch) {
     if (dinp) {
-        Gemm g = {{dout, w.rows, NULL, 0}, {w.data, w.ld, NULL, 0}, dinp, w.cols, N, w.cols, w.rows, accumulate};
+        Gemm g = {{dout, w.rows, NULL, 0}, {w.data, w.ld, NULL, 0}, dinp, w.cols, N, w.cols, w.rows,
+            accumulate};
         gemm_grouped(&g, 1, scratch);
     }
     Gemm g = {{dout, w.rows, NULL, 1}, {inp, w.cols, NULL, 0}, dweight, w.ld, w.rows, w.cols, N, 1};
     gemm_grouped(&g, 1, scratch);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // rotary embedding with query and key norms
 
-/* A row of qkv seen as groups that are normalised together: q and k have one group a head (per-head norm), one
-   group in all (full norm), or no norm at all. */
-typedef struct QkGroups { int heads, groups, width; } QkGroups;
+/* A row of qkv seen as groups that are normalised together: q and k have one group a head (per-head
+   norm), one group in all (full norm), or no norm at all. */
+typedef struct QkGroups {
+    int heads, groups, width;
+} QkGroups;
 static inline QkGroups qk_groups(int heads, int head_dim, int qk_norm) {
-    QkGroups g = {heads, qk_norm == QK_NORM_FULL ? 1 : heads, qk_norm == QK_NORM_FULL ? heads * head_dim : head_dim};
+    QkGroups g = {heads, qk_norm == QK_NORM_FULL ? 1 : heads,
+        qk_norm == QK_NORM_FULL ? heads * head_dim : head_dim};
     return g;
 }
 
 static void qk_rope_forward(act_t *q_, act_t *k_, act_t *v_, stat_t *rstd_, const act_t *qkv_,
-                            const param_t *q_weight, const param_t *k_weight, const stat_t *rope_, Attn a) {
+    const param_t *q_weight, const param_t *k_weight, const stat_t *rope_, Attn a) {
     const int hd = a.head_dim, half = hd / 2, N = a.B * a.T;
     const int stride = (a.n_heads + 2 * a.n_kv_heads) * hd;
     const real *qkv = qkv_, *rope = rope_;
-    const QkGroups side[2] = {qk_groups(a.n_heads, hd, a.qk_norm), qk_groups(a.n_kv_heads, hd, a.qk_norm)};
+    const QkGroups side[2] = {
+        qk_groups(a.n_heads, hd, a.qk_norm), qk_groups(a.n_kv_heads, hd, a.qk_norm)};
 #pragma omp parallel for if (worth((size_t)N * stride))
     for (int n = 0; n < N; n++) {
         const int b = n / a.T, t = n % a.T, pos = (a.start ? a.start[b] : 0) + t;
@@ -204,14 +212,16 @@ static void qk_rope_forward(act_t *q_, act_t *k_, act_t *v_, stat_t *rstd_, cons
                     const int head = g * (s.width / hd) + h;
                     const real *u = x + h * hd, *w = weight ? weight + h * hd : NULL;
                     const real *c = rope + (size_t)pos * hd, *sn = c + half;
-                    real *out = is_k ? (real *)k_ + (((size_t)b * a.n_kv_heads + head) * a.cache_len + pos) * hd
-                                     : (real *)q_ + (((size_t)b * a.n_heads + head) * a.T + t) * hd;
+                    real *out = is_k
+                        ? (real *)k_ + (((size_t)b * a.n_kv_heads + head) * a.cache_len + pos) * hd
+                        : (real *)q_ + (((size_t)b * a.n_heads + head) * a.T + t) * hd;
                     if (padding) { // a query of zeros; the cache is left alone
                         if (!is_k) memset(out, 0, hd * sizeof(real));
                         continue;
                     }
                     for (int i = 0; i < half; i++) {
-                        real lo = w ? u[i] * r * w[i] : u[i], hi = w ? u[i + half] * r * w[i + half] : u[i + half];
+                        real lo = w ? u[i] * r * w[i] : u[i],
+                             hi = w ? u[i + half] * r * w[i + half] : u[i + half];
                         out[i] = lo * c[i] - hi * sn[i];
                         out[i + half] = hi * c[i] + lo * sn[i];
                     }
@@ -219,20 +229,21 @@ static void qk_rope_forward(act_t *q_, act_t *k_, act_t *v_, stat_t *rstd_, cons
             }
         }
         for (int h = 0; h < a.n_kv_heads && !padding; h++)
-            memcpy((real *)v_ + (((size_t)b * a.n_kv_heads + h) * a.cache_len + pos) * hd, x + h * hd,
-                   hd * sizeof(real));
+            memcpy((real *)v_ + (((size_t)b * a.n_kv_heads + h) * a.cache_len + pos) * hd,
+                x + h * hd, hd * sizeof(real));
     }
 }
 
 // Weight gradients: a partial sum for each block of ROW_BLOCK rows in scratch, then added in order.
-static void qk_rope_backward(act_t *dqkv_, grad_t *dq_weight, grad_t *dk_weight, const act_t *dq, const act_t *dk,
-                             const act_t *dv_, const act_t *qkv_, const stat_t *rstd_, const param_t *q_weight,
-                             const param_t *k_weight, const stat_t *rope_, Attn a, void *scratch) {
+static void qk_rope_backward(act_t *dqkv_, grad_t *dq_weight, grad_t *dk_weight, const act_t *dq,
+    const act_t *dk, const act_t *dv_, const act_t *qkv_, const stat_t *rstd_,
+    const param_t *q_weight, const param_t *k_weight, const stat_t *rope_, Attn a, void *scratch) {
     const int hd = a.head_dim, half = hd / 2, N = a.B * a.T;
     const int stride = (a.n_heads + 2 * a.n_kv_heads) * hd;
     const int normed = a.qk_norm != QK_NORM_NONE;
     const real *qkv = qkv_, *rope = rope_, *dv = dv_;
-    const QkGroups side[2] = {qk_groups(a.n_heads, hd, a.qk_norm), qk_groups(a.n_kv_heads, hd, a.qk_norm)};
+    const QkGroups side[2] = {
+        qk_groups(a.n_heads, hd, a.qk_norm), qk_groups(a.n_kv_heads, hd, a.qk_norm)};
     const int width = side[0].width + side[1].width; // both weights, one after the other
     real *partial = scratch;
 #pragma omp parallel for if (worth((size_t)N * stride))
@@ -252,8 +263,9 @@ static void qk_rope_backward(act_t *dqkv_, grad_t *dq_weight, grad_t *dk_weight,
                     for (int h = 0; h < s.width / hd; h++) { // rotate back
                         const int head = g * (s.width / hd) + h;
                         const real *c = rope + (size_t)t * hd, *sn = c + half;
-                        const real *d = is_k ? (const real *)dk + (((size_t)b * a.n_kv_heads + head) * a.T + t) * hd
-                                             : (const real *)dq + (((size_t)b * a.n_heads + head) * a.T + t) * hd;
+                        const real *d = is_k
+                            ? (const real *)dk + (((size_t)b * a.n_kv_heads + head) * a.T + t) * hd
+                            : (const real *)dq + (((size_t)b * a.n_heads + head) * a.T + t) * hd;
                         for (int i = 0; i < half; i++) {
                             dx[h * hd + i] = d[i] * c[i] + d[i + half] * sn[i];
                             dx[h * hd + i + half] = d[i + half] * c[i] - d[i] * sn[i];
@@ -269,7 +281,8 @@ static void qk_rope_backward(act_t *dqkv_, grad_t *dq_weight, grad_t *dk_weight,
                 }
             }
             for (int h = 0; h < a.n_kv_heads; h++)
-                memcpy(dx + h * hd, dv + (((size_t)b * a.n_kv_heads + h) * a.T + t) * hd, hd * sizeof(real));
+                memcpy(dx + h * hd, dv + (((size_t)b * a.n_kv_heads + h) * a.T + t) * hd,
+                    hd * sizeof(real));
         }
     }
     for (int n0 = 0; n0 < N && normed; n0 += ROW_BLOCK) {
@@ -279,66 +292,75 @@ static void qk_rope_backward(act_t *dqkv_, grad_t *dq_weight, grad_t *dk_weight,
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // attention [Dao 2022, FlashAttention: online softmax over key blocks]
 
-/* Key blocks are fixed from key 0 and a row skips what lies beyond its own position, so a row meets the same
-   sums in training, in a batch of any size, and one token at a time with a cache. */
-static void attention_forward(act_t *out_, stat_t *lse_, const act_t *q_, const act_t *k_, const act_t *v_, Attn a,
-                              void *scratch) {
+/* Key blocks are fixed from key 0 and a row skips what lies beyond its own position, so a row meets
+   the same sums in training, in a batch of any size, and one token at a time with a cache. */
+static void attention_forward(act_t *out_, stat_t *lse_, const act_t *q_, const act_t *k_,
+    const act_t *v_, Attn a, void *scratch) {
     const int hd = a.head_dim, T = a.T, chunks = blocks_of(T, QUERY_BLOCK), ld = a.n_heads * hd;
     const real scale = 1 / root((real)hd);
-    const size_t part = (size_t)(QUERY_BLOCK * (KEY_BLOCK + 2)) * sizeof(real) + gemm_serial_bytes();
-#pragma omp parallel for schedule(dynamic) if (worth((size_t)a.B * T * ld * ((a.start ? a.cache_len : T) / 2 + 1)))
+    const size_t part =
+        (size_t)(QUERY_BLOCK * (KEY_BLOCK + 2)) * sizeof(real) + gemm_serial_bytes();
+#pragma omp parallel for schedule( \
+    dynamic) if (worth((size_t)a.B * T * ld * ((a.start ? a.cache_len : T) / 2 + 1)))
     for (int task = 0; task < a.B * a.n_heads * chunks; task++) {
         // late chunks first: they walk the most keys
-        const int b = task / (a.n_heads * chunks), h = task / chunks % a.n_heads, t0 = (chunks - 1 - task % chunks) * QUERY_BLOCK;
+        const int b = task / (a.n_heads * chunks), h = task / chunks % a.n_heads,
+                  t0 = (chunks - 1 - task % chunks) * QUERY_BLOCK;
         const int start = a.start ? a.start[b] : 0, len = a.len ? a.len[b] : T;
-        const int rows = min_int(min_int(QUERY_BLOCK, T - t0), max_int(len - t0, 0)), pos0 = start + t0;
-        const size_t kv = ((size_t)b * a.n_kv_heads + h / (a.n_heads / a.n_kv_heads)) * a.cache_len * hd;
+        const int rows = min_int(min_int(QUERY_BLOCK, T - t0), max_int(len - t0, 0)),
+                  pos0 = start + t0;
+        const size_t kv =
+            ((size_t)b * a.n_kv_heads + h / (a.n_heads / a.n_kv_heads)) * a.cache_len * hd;
         const real *q = (const real *)q_ + (((size_t)b * a.n_heads + h) * T + t0) * hd;
         const real *k = (const real *)k_ + kv, *v = (const real *)v_ + kv;
         real *out = (real *)out_ + ((size_t)b * T + t0) * ld + h * hd;
         real *p = my_part(scratch, part), *m = p + QUERY_BLOCK * KEY_BLOCK, *l = m + QUERY_BLOCK;
         void *pack = l + QUERY_BLOCK;
 
-        for (int i = 0; i < min_int(QUERY_BLOCK, T - t0); i++) memset(out + (size_t)i * ld, 0, hd * sizeof(real));
+        for (int i = 0; i < min_int(QUERY_BLOCK, T - t0); i++)
+            memset(out + (size_t)i * ld, 0, hd * sizeof(real));
         for (int i = 0; i < rows; i++) m[i] = -INFINITY, l[i] = 0;
         for (int j0 = 0; j0 < pos0 + rows; j0 += KEY_BLOCK) {
-            const int i0 = max_int(0, j0 - pos0);                       // first row that sees this block
+            const int i0 = max_int(0, j0 - pos0); // first row that sees this block
             const int keys = min_int(KEY_BLOCK, pos0 + rows - j0);
             Gemm scores = {{q + (size_t)i0 * hd, hd, NULL, 0}, {k + (size_t)j0 * hd, hd, NULL, 1},
-                           p + i0 * KEY_BLOCK, KEY_BLOCK, rows - i0, keys, hd, 0};
+                p + i0 * KEY_BLOCK, KEY_BLOCK, rows - i0, keys, hd, 0};
             gemm_serial(&scores, pack);
             for (int i = i0; i < rows; i++) {
                 real *s = p + i * KEY_BLOCK, *o = out + (size_t)i * ld;
                 const int seen = min_int(keys, pos0 + i - j0 + 1);
                 for (int j = 0; j < seen; j++) s[j] *= scale;
                 real top = max_of(s, seen), m_new = top > m[i] || top != top ? top : m[i];
-                for (int j = 0; j < seen; j += VL) vstore(s + j, vexp(vload(s + j, seen - j) - vset(m_new)), seen - j);
+                for (int j = 0; j < seen; j += VL)
+                    vstore(s + j, vexp(vload(s + j, seen - j) - vset(m_new)), seen - j);
                 for (int j = seen; j < keys; j++) s[j] = 0;
                 real fade = exp_real(m[i] - m_new);
                 l[i] = l[i] * fade + sum(s, seen);
                 m[i] = m_new;
                 for (int d = 0; d < hd; d++) o[d] *= fade;
             }
-            Gemm mix = {{p + i0 * KEY_BLOCK, KEY_BLOCK, NULL, 0}, {v + (size_t)j0 * hd, hd, NULL, 0},
-                        out + (size_t)i0 * ld, ld, rows - i0, hd, keys, 1};
+            Gemm mix = {{p + i0 * KEY_BLOCK, KEY_BLOCK, NULL, 0},
+                {v + (size_t)j0 * hd, hd, NULL, 0}, out + (size_t)i0 * ld, ld, rows - i0, hd, keys,
+                1};
             gemm_serial(&mix, pack);
         }
         for (int i = 0; i < rows; i++) {
             const real inv = 1 / l[i];
             for (int d = 0; d < hd; d++) out[(size_t)i * ld + d] *= inv;
-            if (lse_) ((real *)lse_)[((size_t)b * a.n_heads + h) * T + t0 + i] = m[i] + log_real(l[i]);
+            if (lse_)
+                ((real *)lse_)[((size_t)b * a.n_heads + h) * T + t0 + i] = m[i] + log_real(l[i]);
         }
     }
 }
 
 /* P = exp(scale q k^T - lse), D = <dout, out>:  dV = P^T dout,  dS = scale P (dout V^T - D),
    dQ = dS K,  dK = dS^T Q. One task owns a key-value head of a sequence and its query heads. */
-static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *dout_, const act_t *out_,
-                               const stat_t *lse_, const act_t *q_, const act_t *k_, const act_t *v_, Attn a,
-                               void *scratch) {
+static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *dout_,
+    const act_t *out_, const stat_t *lse_, const act_t *q_, const act_t *k_, const act_t *v_,
+    Attn a, void *scratch) {
     const int hd = a.head_dim, T = a.T, ld = a.n_heads * hd, group = a.n_heads / a.n_kv_heads;
     const real scale = 1 / root((real)hd);
     const size_t part = (size_t)(2 * QUERY_BLOCK * KEY_BLOCK) * sizeof(real) + gemm_serial_bytes();
@@ -362,10 +384,12 @@ static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *
             for (int j0 = 0; j0 < T; j0 += KEY_BLOCK) {
                 const int keys = min_int(KEY_BLOCK, T - j0);
                 const Operand K = {(const real *)k_ + kv + (size_t)j0 * hd, hd, NULL, 0};
-                const Operand Kt = {K.p, hd, NULL, 1}, Vt = {(const real *)v_ + kv + (size_t)j0 * hd, hd, NULL, 1};
+                const Operand Kt = {K.p, hd, NULL, 1},
+                              Vt = {(const real *)v_ + kv + (size_t)j0 * hd, hd, NULL, 1};
                 for (int i0 = j0; i0 < T; i0 += QUERY_BLOCK) {
                     const int rows = min_int(QUERY_BLOCK, T - i0);
-                    const Operand Q = {q + (size_t)i0 * hd, hd, NULL, 0}, dO = {dout + (size_t)i0 * ld, ld, NULL, 0};
+                    const Operand Q = {q + (size_t)i0 * hd, hd, NULL, 0},
+                                  dO = {dout + (size_t)i0 * ld, ld, NULL, 0};
                     Gemm scores = {Q, Kt, p, KEY_BLOCK, rows, keys, hd, 0};
                     Gemm dprob = {dO, Vt, ds, KEY_BLOCK, rows, keys, hd, 0};
                     gemm_serial(&scores, pack);
@@ -378,7 +402,9 @@ static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *
                             vreal s = vload(pi + j, seen - j) * vset(scale);
                             vreal prob = vexp(s - vset(lse[t]));
                             vstore(pi + j, prob, seen - j);
-                            vstore(dsi + j, prob * (vload(dsi + j, seen - j) - vset(D[t])) * vset(scale), seen - j);
+                            vstore(dsi + j,
+                                prob * (vload(dsi + j, seen - j) - vset(D[t])) * vset(scale),
+                                seen - j);
                         }
                         for (int j = seen; j < keys; j++) pi[j] = dsi[j] = 0;
                     }
@@ -396,7 +422,7 @@ static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // router
 
 // p = softmax(z), returns log-sum-exp
@@ -413,8 +439,8 @@ static inline void sigmoid_row(real *s, const real *z, int E) {
     for (int e = 0; e < E; e += VL) vstore(s + e, sigmoid(vload(z + e, E - e)), E - e);
 }
 
-/* Chooses on logits (softmax is monotone) or on sigmoid score + bias. The scan keeps the first of equals, so ties
-   go to the lowest id, and ids are valid and distinct whatever the values are. */
+/* Chooses on logits (softmax is monotone) or on sigmoid score + bias. The scan keeps the first of
+   equals, so ties go to the lowest id, and ids are valid and distinct whatever the values are. */
 static void choose_topk(int *idx, const real *score, int E, int K) {
     for (int k = 0; k < K; k++) {
         int best = -1;
@@ -427,21 +453,22 @@ static void choose_topk(int *idx, const real *score, int E, int K) {
     }
 }
 
-static void router_forward(stat_t *logits_, stat_t *lse_, int *idx, stat_t *weight_, int *count, stat_t *loss_sum_,
-                           int *count_sum, const act_t *X, Mat Wr, const stat_t *bias_, Router r, int reuse,
-                           StepState *st, int layer, void *scratch) {
+static void router_forward(stat_t *logits_, stat_t *lse_, int *idx, stat_t *weight_, int *count,
+    stat_t *loss_sum_, int *count_sum, const act_t *X, Mat Wr, const stat_t *bias_, Router r,
+    int reuse, StepState *st, int layer, void *scratch) {
     real *logits = logits_, *lse = lse_, *weight = weight_, *loss_sum = loss_sum_;
     const real *bias = bias_;
     const int N = r.N, E = r.E, K = r.K, blocks = blocks_of(N, ROUTER_BLOCK);
     linear_forward(logits, X, Wr, N, scratch);
 
-    real *mean_p = scratch;                       // (blocks, E) sums of probabilities
-    real *mean_z = mean_p + (size_t)blocks * E;   // (blocks) sums of lse^2
-    real *rows = mean_z + blocks;                 // a thread's scores and probabilities, 2*E
+    real *mean_p = scratch;                     // (blocks, E) sums of probabilities
+    real *mean_z = mean_p + (size_t)blocks * E; // (blocks) sums of lse^2
+    real *rows = mean_z + blocks;               // a thread's scores and probabilities, 2*E
     int64_t first_bad = N;
 #pragma omp parallel for reduction(min : first_bad) if (worth((size_t)N * E * K))
     for (int block = 0; block < blocks; block++) {
-        real *score = rows + (size_t)thread_id() * 2 * E, *p = score + E, *sum_p = mean_p + (size_t)block * E;
+        real *score = rows + (size_t)thread_id() * 2 * E, *p = score + E,
+             *sum_p = mean_p + (size_t)block * E;
         memset(sum_p, 0, E * sizeof(real));
         mean_z[block] = 0;
         for (int n = block * ROUTER_BLOCK; n < min_int((block + 1) * ROUTER_BLOCK, N); n++) {
@@ -484,26 +511,31 @@ static void router_forward(stat_t *logits_, stat_t *lse_, int *idx, stat_t *weig
     loss_sum[1] += z2 / N;
 }
 
-/* FACTS of the gradient: on the chosen set S, dS_k reaches the logits through the renormalised weights, or through
-   p_k alone; a slot that the plan added beyond the top-K (token rounding) through its raw score; one that it dropped
-   not at all. The balance loss adds aux_coef E f_e / N to dp_e, the z-loss z_coef 2 lse p_e / N to dz_e. */
-static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS_, const Plan *plan, const stat_t *logits_,
-                            const stat_t *lse_, const int *idx, const stat_t *weight_, const int *count,
-                            const act_t *X, Mat Wr, Router r, void *scratch) {
+/* On the chosen set S, dS_k reaches the logits through the renormalised
+   weights, or through p_k alone; a slot that the plan added beyond the top-K (token rounding)
+   through its raw score; one that it dropped not at all. The balance loss adds aux_coef E f_e / N
+   to dp_e, the z-loss z_coef 2 lse p_e / N to dz_e. */
+static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS_, const Plan *plan,
+    const stat_t *logits_, const stat_t *lse_, const int *idx, const stat_t *weight_,
+    const int *count, const act_t *X, Mat Wr, Router r, void *scratch) {
     const real *dS = dS_, *logits = logits_, *lse = lse_, *weight = weight_;
     const int N = r.N, E = r.E, K = r.K;
     real *dlogits = scratch, *rows = dlogits + (size_t)N * E;
-    void *rest = (char *)scratch + round_up(((size_t)N + 3 * thread_max()) * E * sizeof(real), ARENA_ALIGN);
+    void *rest =
+        (char *)scratch + round_up(((size_t)N + 3 * thread_max()) * E * sizeof(real), ARENA_ALIGN);
 #pragma omp parallel for if (worth((size_t)N * E * K))
     for (int n = 0; n < N; n++) {
-        real *p = rows + (size_t)thread_id() * 3 * E, *s = p + E, *ds = s + E; // ds: d loss / d score
+        real *p = rows + (size_t)thread_id() * 3 * E, *s = p + E,
+             *ds = s + E; // ds: d loss / d score
         real *dz = dlogits + (size_t)n * E;
         const int *id = idx + (size_t)n * K;
         const real *w = weight + (size_t)n * K, *z = logits + (size_t)n * E;
         const int is_sigmoid = r.kind == ROUTER_SIGMOID;
         softmax_row(p, z, E);
-        if (is_sigmoid) sigmoid_row(s, z, E);
-        else memcpy(s, p, E * sizeof(real));
+        if (is_sigmoid)
+            sigmoid_row(s, z, E);
+        else
+            memcpy(s, p, E * sizeof(real));
         memset(dz, 0, E * sizeof(real));
         memset(ds, 0, E * sizeof(real));
         for (int i = plan->row_begin[n]; i < plan->row_begin[n + 1]; i++)
@@ -536,10 +568,11 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS_, const Pla
     linear_backward(dX, dWr, dlogits, X, Wr, N, 1, rest);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // plan
 
-static void plan_topk(Plan *p, const int *idx, const stat_t *weight_, const int *count, int N, int K, int E) {
+static void plan_topk(
+    Plan *p, const int *idx, const stat_t *weight_, const int *count, int N, int K, int E) {
     const real *weight = weight_;
     real *slot_weight = p->weight;
     p->offsets[0] = 0;
@@ -558,14 +591,17 @@ static void plan_topk(Plan *p, const int *idx, const stat_t *weight_, const int 
         }
     }
     p->row_begin[N] = N * K;
-    for (int e = E; e > 0; e--) p->offsets[e] = p->offsets[e - 1]; // ... and is the start of e+1 by now
+    for (int e = E; e > 0; e--)
+        p->offsets[e] = p->offsets[e - 1]; // ... and is the start of e+1 by now
     p->offsets[0] = 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // experts
 
-static inline const int *plan_rows(const Plan *p, int slot) { return p->row ? p->row + slot : NULL; }
+static inline const int *plan_rows(const Plan *p, int slot) {
+    return p->row ? p->row + slot : NULL;
+}
 
 // a = silu(g) * u
 static inline void swiglu(real *a, const real *g, const real *u, int I) {
@@ -586,45 +622,53 @@ static void expert_up_forward(act_t *H, const act_t *X, Mat W1, const Plan *p, v
     Gemm *list = expert_list(&scratch, p->E);
     for (int e = 0; e < p->E; e++) {
         const int s0 = p->offsets[e];
-        Gemm g = {{X, W1.cols, plan_rows(p, s0), 0}, {(const real *)W1.data + e * W1.stride, W1.ld, NULL, 1},
-                  (real *)H + (size_t)s0 * W1.rows, W1.rows, p->offsets[e + 1] - s0, W1.rows, W1.cols, 0};
+        Gemm g = {{X, W1.cols, plan_rows(p, s0), 0},
+            {(const real *)W1.data + e * W1.stride, W1.ld, NULL, 1},
+            (real *)H + (size_t)s0 * W1.rows, W1.rows, p->offsets[e + 1] - s0, W1.rows, W1.cols, 0};
         list[e] = g;
     }
     gemm_grouped(list, p->E, scratch);
 }
 
-/* The tile of a combine: source rows [r0, r1) times columns [c0, c1). A task owns it and walks the experts in id
-   order, so a row adds its slots in that order and nobody else writes there. */
-typedef struct CombineTile { int r0, r1, c0, c1; } CombineTile;
+/* The tile of a combine: source rows [r0, r1) times columns [c0, c1). A task owns it and walks the
+   experts in id order, so a row adds its slots in that order and nobody else writes there. */
+typedef struct CombineTile {
+    int r0, r1, c0, c1;
+} CombineTile;
 
-static inline int combine_rows(int R, int C) { // rows of a tile: enough tiles for all threads, else as many as can be
+static inline int combine_rows(
+    int R, int C) { // rows of a tile: enough tiles for all threads, else as many as can be
     const int strips = blocks_of(C, STRIP), want = 4 * thread_max();
     const int per = blocks_of(R, max_int(1, blocks_of(want, strips)));
     return max_int(64, min_int(per, 4 * EXPERT_ROWS));
 }
 static inline CombineTile combine_tile(int task, int rows, int R, int C) {
     const int strips = blocks_of(C, STRIP);
-    CombineTile t = {task / strips * rows, min_int(task / strips * rows + rows, R), task % strips * STRIP,
-                     min_int(task % strips * STRIP + STRIP, C)};
+    CombineTile t = {task / strips * rows, min_int(task / strips * rows + rows, R),
+        task % strips * STRIP, min_int(task % strips * STRIP + STRIP, C)};
     return t;
 }
-// slots of expert e whose source row lies in [r0, r1): contiguous, since an expert's slots are sorted by row
+// slots of expert e whose source row lies in [r0, r1): contiguous, since an expert's slots are
+// sorted by row
 static inline int first_slot(const Plan *p, int e, int row) {
     int lo = p->offsets[e], hi = p->offsets[e + 1];
     if (!p->row) return min_int(row, hi);
     while (lo < hi) {
         const int mid = lo + (hi - lo) / 2;
-        if (p->row[mid] < row) lo = mid + 1;
-        else hi = mid;
+        if (p->row[mid] < row)
+            lo = mid + 1;
+        else
+            hi = mid;
     }
     return lo;
 }
 static inline void clear_tile(real *out, CombineTile t, int C) {
-    for (int r = t.r0; r < t.r1; r++) memset(out + (size_t)r * C + t.c0, 0, (t.c1 - t.c0) * sizeof(real));
+    for (int r = t.r0; r < t.r1; r++)
+        memset(out + (size_t)r * C + t.c0, 0, (t.c1 - t.c0) * sizeof(real));
 }
 
-static void expert_down_forward(act_t *out_, const act_t *H_, Mat W2, const Plan *p, int accumulate,
-                                void *scratch) {
+static void expert_down_forward(
+    act_t *out_, const act_t *H_, Mat W2, const Plan *p, int accumulate, void *scratch) {
     real *out = out_;
     const real *H = H_, *weight = p->weight;
     const int C = W2.rows, I = W2.cols, rows = combine_rows(p->rows, C);
@@ -643,8 +687,9 @@ static void expert_down_forward(act_t *out_, const act_t *H_, Mat W2, const Plan
                     const real *h = H + (size_t)(s0 + i) * 2 * I;
                     swiglu(a + (size_t)i * I, h, h + I, I);
                 }
-                Gemm g = {{a, I, NULL, 0}, {(const real *)W2.data + e * W2.stride + t.c0 * W2.ld, W2.ld, NULL, 1},
-                          y, STRIP, n, t.c1 - t.c0, I, 0};
+                Gemm g = {{a, I, NULL, 0},
+                    {(const real *)W2.data + e * W2.stride + t.c0 * W2.ld, W2.ld, NULL, 1}, y,
+                    STRIP, n, t.c1 - t.c0, I, 0};
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
                     real *o = out + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
@@ -658,7 +703,8 @@ static void expert_down_forward(act_t *out_, const act_t *H_, Mat W2, const Plan
 
 /* One row of the SwiGLU backward. da' is scaled by the combine weight w; returns dS = <da', a>.
      da = w da',  dg = da u (sig + silu(g) (1 - sig)),  du = da silu(g),  sa = w a */
-static inline real swiglu_backward(real *dh, real *sa, real *a, const real *da, const real *h, real weight, int I) {
+static inline real swiglu_backward(
+    real *dh, real *sa, real *a, const real *da, const real *h, real weight, int I) {
     for (int i = 0; i < I; i += VL) {
         const int left = I - i;
         const vreal g = vload(h + i, left), u = vload(h + I + i, left), w = vset(weight);
@@ -671,13 +717,15 @@ static inline real swiglu_backward(real *dh, real *sa, real *a, const real *da, 
     return dot(da, a, I);
 }
 
-static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW2, const act_t *dout, const act_t *H_,
-                                 Mat W2, const Plan *p, void *scratch) {
+static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW2,
+    const act_t *dout, const act_t *H_, Mat W2, const Plan *p, void *scratch) {
     real *dH = dH_, *sA = sA_, *dS = dS_;
     const real *H = H_, *weight = p->weight;
     const int C = W2.rows, I = W2.cols, E = p->E;
-    const size_t part = (size_t)(EXPERT_ROWS + 1) * I * sizeof(real) + gemm_serial_bytes() + ARENA_ALIGN;
-    const int tasks = blocks_of(p->offsets[E], EXPERT_ROWS) + E; // an expert's last block may be short
+    const size_t part =
+        (size_t)(EXPERT_ROWS + 1) * I * sizeof(real) + gemm_serial_bytes() + ARENA_ALIGN;
+    const int tasks =
+        blocks_of(p->offsets[E], EXPERT_ROWS) + E; // an expert's last block may be short
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
     for (int task = 0; task < tasks; task++) {
         int e = 0, block = task; // find the expert: blocks are dealt expert by expert
@@ -687,31 +735,33 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
             block -= n;
         }
         if (e == E) continue;
-        const int s0 = p->offsets[e] + block * EXPERT_ROWS, n = min_int(EXPERT_ROWS, p->offsets[e + 1] - s0);
+        const int s0 = p->offsets[e] + block * EXPERT_ROWS,
+                  n = min_int(EXPERT_ROWS, p->offsets[e + 1] - s0);
         char *mine = my_part(scratch, part);
         real *da = (real *)(mine + gemm_serial_bytes()), *a = da + (size_t)EXPERT_ROWS * I;
-        Gemm g = {{p->row ? (const real *)dout : (const real *)dout + (size_t)s0 * C, C, plan_rows(p, s0), 0},
-                  {(const real *)W2.data + e * W2.stride, W2.ld, NULL, 0}, da, I, n, I, C, 0};
+        Gemm g = {{p->row ? (const real *)dout : (const real *)dout + (size_t)s0 * C, C,
+                      plan_rows(p, s0), 0},
+            {(const real *)W2.data + e * W2.stride, W2.ld, NULL, 0}, da, I, n, I, C, 0};
         gemm_serial(&g, mine);
         for (int i = 0; i < n; i++) {
             const size_t s = s0 + i;
-            const real ds = swiglu_backward(dH + s * 2 * I, sA + s * I, a, da + (size_t)i * I, H + s * 2 * I,
-                                            weight ? weight[s] : 1, I);
+            const real ds = swiglu_backward(dH + s * 2 * I, sA + s * I, a, da + (size_t)i * I,
+                H + s * 2 * I, weight ? weight[s] : 1, I);
             if (dS) dS[s] = ds;
         }
     }
     Gemm *list = expert_list(&scratch, E);
     for (int e = 0; e < E; e++) {
         const int s0 = p->offsets[e];
-        Gemm g = {{dout, C, plan_rows(p, s0), 1}, {sA + (size_t)s0 * I, I, NULL, 0}, (real *)dW2 + e * W2.stride,
-                  W2.ld, C, I, p->offsets[e + 1] - s0, 1};
+        Gemm g = {{dout, C, plan_rows(p, s0), 1}, {sA + (size_t)s0 * I, I, NULL, 0},
+            (real *)dW2 + e * W2.stride, W2.ld, C, I, p->offsets[e + 1] - s0, 1};
         list[e] = g;
     }
     gemm_grouped(list, E, scratch);
 }
 
-static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const act_t *X, Mat W1, const Plan *p,
-                               int accumulate, void *scratch) {
+static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const act_t *X, Mat W1,
+    const Plan *p, int accumulate, void *scratch) {
     real *dX = dX_;
     const real *dH = dH_;
     const int C = W1.cols, I2 = W1.rows, E = p->E, rows = combine_rows(p->rows, C);
@@ -727,8 +777,8 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
             for (int s0 = first_slot(p, e, t.r0); s0 < end; s0 += EXPERT_ROWS) {
                 const int n = min_int(EXPERT_ROWS, end - s0);
                 Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 0},
-                          {(const real *)W1.data + e * W1.stride + t.c0, W1.ld, NULL, 0}, y, STRIP, n, t.c1 - t.c0,
-                          I2, 0};
+                    {(const real *)W1.data + e * W1.stride + t.c0, W1.ld, NULL, 0}, y, STRIP, n,
+                    t.c1 - t.c0, I2, 0};
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
                     real *d = dX + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
@@ -740,14 +790,14 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
     Gemm *list = expert_list(&scratch, E);
     for (int e = 0; e < E; e++) {
         const int s0 = p->offsets[e];
-        Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 1}, {X, C, plan_rows(p, s0), 0}, (real *)dW1 + e * W1.stride,
-                  W1.ld, I2, C, p->offsets[e + 1] - s0, 1};
+        Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 1}, {X, C, plan_rows(p, s0), 0},
+            (real *)dW1 + e * W1.stride, W1.ld, I2, C, p->offsets[e + 1] - s0, 1};
         list[e] = g;
     }
     gemm_grouped(list, E, scratch);
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // classifier and loss
 
 // rows of logits that exist at a time: fixed by V alone, a multiple of ROW_BLOCK
@@ -755,8 +805,8 @@ static inline int classifier_chunk(int V) {
     return max_int(ROW_BLOCK, min_int(4096, (1 << 20) / V / ROW_BLOCK * ROW_BLOCK));
 }
 
-static void classifier(stat_t *losses_, act_t *dinp, grad_t *dw, const act_t *inp, Mat w, const int *targets, int N,
-                       double scale, void *scratch) {
+static void classifier(stat_t *losses_, act_t *dinp, grad_t *dw, const act_t *inp, Mat w,
+    const int *targets, int N, double scale, void *scratch) {
     real *losses = losses_, *logits = scratch;
     const int V = w.rows, C = w.cols, chunk = min_int(classifier_chunk(V), N);
     void *rest = (char *)scratch + round_up((size_t)chunk * V * sizeof(real), ARENA_ALIGN);
@@ -796,7 +846,7 @@ static void reduce_loss(StepState *st, const stat_t *losses_, int N, double scal
     st->loss += total * scale;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // gradient norm and optimisers
 
 // piece i of PIECES of a segment: cut by its size alone, at multiples of LANES
@@ -806,8 +856,8 @@ static inline void piece_of(const Segment *s, int i, size_t *begin, size_t *end)
     *end = *begin + each < s->count ? *begin + each : s->count;
 }
 
-static void grad_norm(StepState *st, const grad_t *grads_, const Segment *seg, int nseg, double max_norm,
-                      void *scratch) {
+static void grad_norm(StepState *st, const grad_t *grads_, const Segment *seg, int nseg,
+    double max_norm, void *scratch) {
     const real *grads = grads_;
     double *partial = scratch, total = 0;
 #pragma omp parallel for schedule(dynamic, PIECES) if (worth((size_t)nseg * PIECES * 1024))
@@ -837,13 +887,15 @@ static void grad_norm(StepState *st, const grad_t *grads_, const Segment *seg, i
     st->clip = max_norm > 0 && st->grad_norm > max_norm ? max_norm / st->grad_norm : 1;
 }
 
-/* AdamW [Loshchilov & Hutter 2019]: m and v are the moving means of g and g^2, corrected for their start at zero;
-   p -= lr (mhat / (sqrt(vhat) + eps) + decay p). SGD: p -= lr (g + decay p), m and v unused. */
-static void update(param_t *params, const grad_t *grads, grad_t *m_, grad_t *v_, const Segment *seg, int nseg,
-                   const StepState *st, OptimConfig o) {
+/* AdamW [Loshchilov & Hutter 2019]: m and v are the moving means of g and g^2, corrected for their
+   start at zero; p -= lr (mhat / (sqrt(vhat) + eps) + decay p). SGD: p -= lr (g + decay p), m and v
+   unused. */
+static void update(param_t *params, const grad_t *grads, grad_t *m_, grad_t *v_, const Segment *seg,
+    int nseg, const StepState *st, OptimConfig o) {
     if (st->bad) return;
     const real lr = (real)st->lr, clip = (real)st->clip, b1 = (real)o.beta1, b2 = (real)o.beta2;
-    const real c1 = (real)(1 / st->beta1_correction), c2 = (real)(1 / st->beta2_correction), eps = (real)o.eps;
+    const real c1 = (real)(1 / st->beta1_correction), c2 = (real)(1 / st->beta2_correction),
+               eps = (real)o.eps;
 #pragma omp parallel for schedule(dynamic, PIECES) if (worth((size_t)nseg * PIECES * 1024))
     for (int i = 0; i < nseg * PIECES; i++) {
         const Segment *s = &seg[i / PIECES];
@@ -866,14 +918,15 @@ static void update(param_t *params, const grad_t *grads, grad_t *m_, grad_t *v_,
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // memory
 
 // Big arenas lie on huge pages where the kernel has them: fewer TLB misses.
 static void *arena_alloc(size_t bytes) {
     const size_t huge = (size_t)2 << 20, align = bytes >= 2 * huge ? huge : ARENA_ALIGN;
     void *p = NULL;
-    if (bytes > SIZE_MAX - huge || posix_memalign(&p, align, round_up(bytes + !bytes, align))) return NULL;
+    if (bytes > SIZE_MAX - huge || posix_memalign(&p, align, round_up(bytes + !bytes, align)))
+        return NULL;
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     if (align == huge) madvise(p, round_up(bytes, huge), MADV_HUGEPAGE);
 #endif
@@ -885,7 +938,8 @@ static void host_copy(void *dst, const void *src, size_t bytes) { memcpy(dst, sr
 static void zero(void *p, size_t bytes) {
     const size_t each = (size_t)1 << 20;
 #pragma omp parallel for if (worth(bytes / 64))
-    for (size_t at = 0; at < bytes; at += each) memset((char *)p + at, 0, bytes - at < each ? bytes - at : each);
+    for (size_t at = 0; at < bytes; at += each)
+        memset((char *)p + at, 0, bytes - at < each ? bytes - at : each);
 }
 
 static void nothing(void) {}
@@ -896,24 +950,35 @@ static inline size_t largest(size_t a, size_t b) { return a > b ? a : b; }
 
 // What each operation takes from the scratch arena, in its own order; the hungriest decides.
 static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
-    const size_t N = (size_t)s->B * s->T, E = c->n_experts, threads = thread_max(), r = sizeof(real);
-    const size_t width = largest(largest(c->d_expert, c->d_shared), c->n_experts > 1 && c->dense_layers ? c->d_dense : 0);
+    const size_t N = (size_t)s->B * s->T, E = c->n_experts, threads = thread_max(),
+                 r = sizeof(real);
+    const size_t width = largest(
+        largest(c->d_expert, c->d_shared), c->n_experts > 1 && c->dense_layers ? c->d_dense : 0);
     const size_t gemm = gemm_scratch_bytes((int)threads), serial = gemm_serial_bytes();
     const size_t list = round_up(E * sizeof(Gemm), ARENA_ALIGN);
     size_t need = gemm;
 #define EACH_THREAD(bytes) (threads * round_up(bytes, ARENA_ALIGN))
-    need = largest(need, ((N + ROW_BLOCK - 1) / ROW_BLOCK) * 2 * qkv_rows(c) * r);                 // qk_rope_backward
-    need = largest(need, EACH_THREAD(QUERY_BLOCK * (KEY_BLOCK + 2) * r + serial));                 // attention_forward
-    need = largest(need, round_up(N * c->n_heads * r, ARENA_ALIGN) +
-                             EACH_THREAD(2 * QUERY_BLOCK * KEY_BLOCK * r + serial));               // attention_backward
-    need = largest(need, (N / ROUTER_BLOCK + 1) * (E + 1) * r + 2 * threads * E * r);              // router_forward
-    need = largest(need, round_up((N + 3 * threads) * E * r, ARENA_ALIGN) + gemm);                 // router_backward
-    need = largest(need, list + gemm);                                                             // expert products
-    need = largest(need, EACH_THREAD(EXPERT_ROWS * (width + STRIP) * r + serial));                 // combine
-    need = largest(need, EACH_THREAD((EXPERT_ROWS + 1) * width * r + serial + ARENA_ALIGN));       // expert_down_backward
-    need = largest(need, round_up((size_t)min_int(classifier_chunk(c->vocab_size), (int)N) * c->vocab_size * r,
-                                  ARENA_ALIGN) + gemm);                                            // classifier
-    need = largest(need, (size_t)(c->n_layers + 1) * (TENSOR_ROWS + 2 * E) * PIECES * sizeof(double)); // grad_norm
+    need =
+        largest(need, ((N + ROW_BLOCK - 1) / ROW_BLOCK) * 2 * qkv_rows(c) * r); // qk_rope_backward
+    need =
+        largest(need, EACH_THREAD(QUERY_BLOCK * (KEY_BLOCK + 2) * r + serial)); // attention_forward
+    need = largest(need,
+        round_up(N * c->n_heads * r, ARENA_ALIGN) +
+            EACH_THREAD(2 * QUERY_BLOCK * KEY_BLOCK * r + serial)); // attention_backward
+    need =
+        largest(need, (N / ROUTER_BLOCK + 1) * (E + 1) * r + 2 * threads * E * r); // router_forward
+    need =
+        largest(need, round_up((N + 3 * threads) * E * r, ARENA_ALIGN) + gemm); // router_backward
+    need = largest(need, list + gemm);                                          // expert products
+    need = largest(need, EACH_THREAD(EXPERT_ROWS * (width + STRIP) * r + serial)); // combine
+    need = largest(need,
+        EACH_THREAD((EXPERT_ROWS + 1) * width * r + serial + ARENA_ALIGN)); // expert_down_backward
+    need = largest(need,
+        round_up((size_t)min_int(classifier_chunk(c->vocab_size), (int)N) * c->vocab_size * r,
+            ARENA_ALIGN) +
+            gemm); // classifier
+    need = largest(need,
+        (size_t)(c->n_layers + 1) * (TENSOR_ROWS + 2 * E) * PIECES * sizeof(double)); // grad_norm
 #undef EACH_THREAD
     return round_up(need, ARENA_ALIGN);
 }
@@ -925,14 +990,47 @@ extern const Backend *backend_cpu(void);
 const Backend *backend_cpu(void) {
     static const Backend b = {
         sizeof(real) == 8 ? "cpu (double)" : "cpu",
-        sizeof(real) == 8 ? F64 : F32, sizeof(real) == 8 ? F64 : F32,
-        sizeof(real) == 8 ? F64 : F32, sizeof(real) == 8 ? F64 : F32,
-        sizeof(real), sizeof(real), sizeof(real), sizeof(real), NULL,
-        arena_alloc, free, host_copy, host_copy, zero, nothing, peak, scratch_bytes, NULL,
-        embedding_forward, embedding_backward, rmsnorm_forward, residual_rmsnorm_forward, rmsnorm_backward, add,
-        linear_forward, linear_backward, qk_rope_forward, qk_rope_backward, attention_forward, attention_backward,
-        router_forward, router_backward, plan_topk, expert_up_forward, expert_down_forward, expert_down_backward,
-        expert_up_backward, classifier, reduce_loss, grad_norm, update,
+        sizeof(real) == 8 ? F64 : F32,
+        sizeof(real) == 8 ? F64 : F32,
+        sizeof(real) == 8 ? F64 : F32,
+        sizeof(real) == 8 ? F64 : F32,
+        sizeof(real),
+        sizeof(real),
+        sizeof(real),
+        sizeof(real),
+        NULL,
+        arena_alloc,
+        free,
+        host_copy,
+        host_copy,
+        zero,
+        nothing,
+        peak,
+        scratch_bytes,
+        NULL,
+        embedding_forward,
+        embedding_backward,
+        rmsnorm_forward,
+        residual_rmsnorm_forward,
+        rmsnorm_backward,
+        add,
+        linear_forward,
+        linear_backward,
+        qk_rope_forward,
+        qk_rope_backward,
+        attention_forward,
+        attention_backward,
+        router_forward,
+        router_backward,
+        plan_topk,
+        expert_up_forward,
+        expert_down_forward,
+        expert_down_backward,
+        expert_up_backward,
+        classifier,
+        reduce_loss,
+        grad_norm,
+        update,
     };
     return &b;
 }

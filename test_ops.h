@@ -1,9 +1,13 @@
-/* test_ops.h: the bench under test_moe.c: reporting, memory filled with NaN, error measures, and every
-   operation of Backend as a function whose backward can be held against differences of its forward.
+/* test_ops.h: the bench under test_moe.c: reporting, memory filled with NaN, error measures, and
+   every
+   operation of Backend as a function whose backward can be held against differences of its
+   forward.
 
-   One OP function an operation runs it on either backend, in arrays that have exactly the size the
+   One OP function an operation runs it on either backend, in arrays that have exactly the size
+   the
    contract gives them; check_op() takes central differences in double, then compares float with
-   double. Cases are shapes: sizes off every tile, empty experts, one token, T across the key block.
+   double. Cases are shapes: sizes off every tile, empty experts, one token, T across the key
+   block.
 
    It knows model.h (for the start values' counters) and nothing of the tests of whole models. To
    add a check of an operation, write its OP function and enter its cases at the end. */
@@ -48,8 +52,10 @@ static void within(double err, double limit, const char *what) {
 }
 
 static void finish(void) {
-    if (check_failed[0]) failures++, printf("FAIL %s: %s\n", check_name, check_failed);
-    else printf("ok %s%s\n", check_name, verbose ? check_measured : "");
+    if (check_failed[0])
+        failures++, printf("FAIL %s: %s\n", check_name, check_failed);
+    else
+        printf("ok %s%s\n", check_name, verbose ? check_measured : "");
     fflush(stdout);
 }
 
@@ -85,8 +91,10 @@ static double get(const Backend *b, const void *p, size_t i) {
     return b->act_size == 8 ? ((const double *)p)[i] : (double)((const float *)p)[i];
 }
 static void put(const Backend *b, void *p, size_t i, double x) {
-    if (b->act_size == 8) ((double *)p)[i] = x;
-    else ((float *)p)[i] = (float)x;
+    if (b->act_size == 8)
+        ((double *)p)[i] = x;
+    else
+        ((float *)p)[i] = (float)x;
 }
 static void *on(const Backend *b, const double *x, size_t n) { // x as an array of b
     void *p = fresh(n, b->act_size);
@@ -123,21 +131,32 @@ static int all_zero(const void *p, size_t bytes) { // every bit: -0 is not liter
 
 static Mat mat(const Backend *b, const void *data, int count, int rows, int cols) {
     Mat w = {(void *)(uintptr_t)data, b->param_type, NULL, count, rows, cols, (size_t)cols,
-             (size_t)rows * cols};
+        (size_t)rows * cols};
     return w;
 }
 static Config config(int V, int L, int C, int heads, int kv, int hd, int E, int K, int I) {
-    Config c = {.vocab_size = V, .seq_len = 64, .n_layers = L, .d_model = C, .n_heads = heads,
-                .n_kv_heads = kv, .head_dim = hd, .n_experts = E, .top_k = K, .d_expert = I,
-                .d_dense = K * I, .qk_norm = QK_NORM_HEAD, .norm_topk = 1, .rope_theta = 1e4,
-                .norm_eps = 1e-6};
+    Config c = {.vocab_size = V,
+        .seq_len = 64,
+        .n_layers = L,
+        .d_model = C,
+        .n_heads = heads,
+        .n_kv_heads = kv,
+        .head_dim = hd,
+        .n_experts = E,
+        .top_k = K,
+        .d_expert = I,
+        .d_dense = K * I,
+        .qk_norm = QK_NORM_HEAD,
+        .norm_topk = 1,
+        .rope_theta = 1e4,
+        .norm_eps = 1e-6};
     return c;
 }
 
 /* Central difference of fourth order of f along dir, or along element `one` when dir is NULL. */
 typedef double (*Function)(void *context);
-static double slope(Function f, void *context, double *x, size_t n, const double *dir, size_t one,
-                    double h) {
+static double slope(
+    Function f, void *context, double *x, size_t n, const double *dir, size_t one, double h) {
     const int mark = pooled;
     const size_t first = dir ? 0 : one, count = dir ? n : 1;
     const double *old = copy_of(x + first, count * sizeof *x);
@@ -154,8 +173,8 @@ static double slope(Function f, void *context, double *x, size_t n, const double
 
 /* The error of the gradient g of f at x against its norm: in `samples` elements spread over the
    array (all, if there are no more), and along two random directions, which see every element. */
-static double gradient_error(Function f, void *context, double *x, const double *g, size_t n,
-                             int samples) {
+static double gradient_error(
+    Function f, void *context, double *x, const double *g, size_t n, int samples) {
     const int mark = pooled;
     const size_t step = n > (size_t)samples ? n / samples : 1;
     double norm = length_of(backend_f64(), g, n), diff = 0, seen = 0, worst = 0;
@@ -319,8 +338,8 @@ static void rmsnorm_case(const char *name, int N, int C) {
 OP(op_residual) {
     const size_t bytes = o->x_count[0] * b->act_size;
     void *rstd = fresh(o->N, b->stat_size), *sum = o->variant ? copy_of(x[0], bytes) : y[0];
-    b->residual_rmsnorm_forward(sum, y[1], rstd, o->variant ? sum : x[0], x[1], x[2], o->N,
-                                o->c.d_model, o->c.norm_eps);
+    b->residual_rmsnorm_forward(
+        sum, y[1], rstd, o->variant ? sum : x[0], x[1], x[2], o->N, o->c.d_model, o->c.norm_eps);
     if (o->variant) memcpy(y[0], sum, bytes);
     if (!dx) return;
     memcpy(dx[0], dy[0], bytes);
@@ -345,7 +364,7 @@ OP(op_linear) {
     b->linear_forward(y[0], x[0], w, o->N, scratch);
     if (!dx) return;
     b->linear_backward(o->variant == WEIGHT_ONLY ? NULL : dx[0], dx[1], dy[0], x[0], w, o->N,
-                       o->variant == ACCUMULATE, scratch);
+        o->variant == ACCUMULATE, scratch);
     if (o->variant == WEIGHT_ONLY) // the other gradient, so that there is one to check
         b->linear_backward(dx[0], unused, dy[0], x[0], w, o->N, 0, scratch);
 }
@@ -380,7 +399,7 @@ OP(op_qk_rope) {
         check(isnan(get(b, rstd, i)), "rstd %zu written without a norm", i);
     if (dx)
         b->qk_rope_backward(dx[0], dx[1], dx[2], dy[0], dy[1], dy[2], x[0], rstd, x[1], x[2], rope,
-                            attn_shape(o), scratch);
+            attn_shape(o), scratch);
 }
 static void qk_rope_case(const char *name, int B, int T, int heads, int kv, int hd, int norm) {
     Op o = op(name, op_qk_rope, B, T, config(2, 1, 1, heads, kv, hd, 1, 1, 1));
@@ -399,8 +418,8 @@ OP(op_attention) {
     void *lse = fresh((size_t)o->N * o->c.n_heads, b->stat_size), *scratch = scratch_for(o, b);
     b->attention_forward(y[0], lse, x[0], x[1], x[2], attn_shape(o), scratch);
     if (dx)
-        b->attention_backward(dx[0], dx[1], dx[2], dy[0], y[0], lse, x[0], x[1], x[2],
-                              attn_shape(o), scratch);
+        b->attention_backward(
+            dx[0], dx[1], dx[2], dy[0], y[0], lse, x[0], x[1], x[2], attn_shape(o), scratch);
 }
 static void attention_case(const char *name, int B, int T, int heads, int kv, int hd, int samples) {
     Op o = op(name, op_attention, B, T, config(2, 1, 1, heads, kv, hd, 1, 1, 1));
@@ -417,7 +436,7 @@ static Plan plan_of(const Backend *b, const int *idx, const void *weight, int N,
     const size_t S = (size_t)N * K;
     int *count = fresh(E, sizeof(int));
     Plan p = {N, E, (int)S, fresh(E + 1, 4), fresh(S, 4), fresh(S, 4), fresh(S, b->stat_size),
-              fresh(N + 1, 4), fresh(S, 4)};
+        fresh(N + 1, 4), fresh(S, 4)};
     memset(count, 0, E * sizeof(int));
     for (size_t s = 0; s < S; s++) count[idx[s]]++;
     b->plan_topk(&p, idx, weight, count, N, K, E);
@@ -429,8 +448,10 @@ static void reorder(const Backend *b, void *dS, void *by_choice, const Plan *p, 
     for (int s = 0; s < p->offsets[p->E]; s++) {
         size_t at = (size_t)p->row[s] * K;
         while (idx[at] != p->expert[s]) at++;
-        if (to_slots) put(b, dS, s, get(b, by_choice, at));
-        else put(b, by_choice, at, get(b, dS, s));
+        if (to_slots)
+            put(b, dS, s, get(b, by_choice, at));
+        else
+            put(b, by_choice, at, get(b, dS, s));
     }
 }
 // K distinct experts for each of N tokens, of the first `few` only: the others get no token
@@ -472,8 +493,8 @@ OP(op_router) {
     reorder(b, dS, dy[0], &p, o->ids, K, 1);
     b->router_backward(dx[0], dx[1], dS, &p, logits, lse, o->ids, y[0], count, x[0], w, r, scratch);
 }
-static void router_case(const char *what, int N, int C, int E, int K, int kind, int renorm,
-                        double aux, double z) {
+static void router_case(
+    const char *what, int N, int C, int E, int K, int kind, int renorm, double aux, double z) {
     char name[64];
     snprintf(name, sizeof name, "router/%s%s", what, renorm ? "-renorm" : "");
     Op o = op(name, op_router, 1, N, config(2, 1, C, 1, 1, 2, E, K, 1));
@@ -507,8 +528,8 @@ OP(op_experts) {
     b->expert_up_backward(dx[0], dx[1], dH, x[0], W1, &p, !!(o->variant & ADD), scratch);
     if (p.row) reorder(b, dS, dx[3], &p, o->ids, K, 0);
 }
-static void experts_case(const char *name, int N, int C, int I, int E, int K, int few, int variant,
-                         int samples) {
+static void experts_case(
+    const char *name, int N, int C, int I, int E, int K, int few, int variant, int samples) {
     Op o = op(name, op_experts, 1, N, config(2, 1, C, 1, 1, 2, E, K, I));
     o.variant = variant, o.samples = samples;
     o.ids = random_choice(N, K, few);
@@ -523,7 +544,7 @@ static void experts_case(const char *name, int N, int C, int I, int E, int K, in
 OP(op_classifier) {
     const Mat w = mat(b, x[1], 1, o->c.vocab_size, o->c.d_model);
     b->classifier(y[0], dx ? dx[0] : NULL, dx ? dx[1] : NULL, x[0], w, o->ids, o->N,
-                  get(b, dy[0], 0), scratch_for(o, b));
+        get(b, dy[0], 0), scratch_for(o, b));
 }
 static void classifier_case(const char *name, int N, int V, int C, int samples) {
     Op o = op(name, op_classifier, 1, N, config(V, 1, C, 1, 1, 2, 1, 1, 1));

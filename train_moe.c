@@ -1,28 +1,36 @@
 /* train_moe.c: the command line and the training loop. The other commands are in commands.h.
 
-     train_moe [train] [flags] | generate | eval | info | bench        --help lists the flags of each
+     train_moe [train] [flags] | generate | eval | info | bench      --help lists the flags of each
 
    In order:
-     flags        one table: name, type, range, help. It drives getopt_long, --help, and what trainer.json keeps
+     flags        one table: name, type, range, help. It drives getopt_long, --help, and what
+                  trainer.json keeps
      schedules    the learning rate of a step
      log          metrics.jsonl and the line on the screen
-     checkpoints  what a run needs to go on as if it had never stopped: see save() and resume()
+     checkpoints  what a run needs to go on as if it had never stopped: see save and start_resumed
      train        the loop
 
-   A run is a function of its flags and its data: step s reads rows (s-1)*R .. s*R-1 of the loader's endless stream,
-   and everything random comes from counters. So a checkpoint is weights, moments, a step number and the flags. */
+   A run is a function of its flags and its data: step s reads rows (s-1)*R .. s*R-1 of the
+   loader's endless stream, and everything random comes from counters. So a checkpoint is weights,
+   moments, a step number and the flags. */
 #include "commands.h"
 
 #include <getopt.h>
 #include <signal.h>
 #include <sys/resource.h>
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // flags
 
-enum { TRAIN = 1, GENERATE = 2, EVAL = 4, INFO = 8, BENCH = 16, SHAPED = TRAIN | INFO | BENCH,
-       ANEW = 32,    // may be given anew with --resume
-       RUN_ONLY = 64 // not part of the training: never kept in trainer.json
+enum {
+    TRAIN = 1,
+    GENERATE = 2,
+    EVAL = 4,
+    INFO = 8,
+    BENCH = 16,
+    SHAPED = TRAIN | INFO | BENCH,
+    ANEW = 32,    // may be given anew with --resume
+    RUN_ONLY = 64 // not part of the training: never kept in trainer.json
 };
 typedef enum { SWITCH, INT, LONG, REAL, TEXT, PATHS, CHOICE } FlagType;
 
@@ -39,22 +47,31 @@ typedef struct Flag {
 static const Flag flags[] = {
     {"input", PATHS, AT(input), 0, 0, TRAIN | EVAL, "text file, folder or pattern; repeatable"},
     {"val", PATHS, AT(val), 0, 0, TRAIN, "validation text; default: the last part of each input"},
-    {"val-fraction", REAL, AT(val_fraction), 0, 0.9, TRAIN, "part of each input held out for validation"},
-    {"out", TEXT, AT(out), 0, 0, TRAIN | RUN_ONLY, "folder of the run; default: the next free out/run-N"},
-    {"overwrite", SWITCH, AT(overwrite), 0, 0, TRAIN | RUN_ONLY, "replace the run that is in --out"},
+    {"val-fraction", REAL, AT(val_fraction), 0, 0.9, TRAIN,
+        "part of each input held out for validation"},
+    {"out", TEXT, AT(out), 0, 0, TRAIN | RUN_ONLY,
+        "folder of the run; default: the next free out/run-N"},
+    {"overwrite", SWITCH, AT(overwrite), 0, 0, TRAIN | RUN_ONLY,
+        "replace the run that is in --out"},
     {"init", TEXT, AT(init), 0, 0, TRAIN, "start from the weights of this checkpoint"},
-    {"resume", TEXT, AT(resume), 0, 0, TRAIN | RUN_ONLY, "go on with the run in this folder; default: the newest in out/"},
-    {"model", TEXT, AT(model), 0, 0, GENERATE | EVAL | INFO | RUN_ONLY, "checkpoint or run; default: the newest run's best"},
-    {"preset", TEXT, AT(preset), 0, 0, SHAPED, "tiny, small, olmoe-1b-7b, mixtral-8x7b or qwen3-30b-a3b"},
+    {"resume", TEXT, AT(resume), 0, 0, TRAIN | RUN_ONLY,
+        "go on with the run in this folder; default: the newest in out/"},
+    {"model", TEXT, AT(model), 0, 0, GENERATE | EVAL | INFO | RUN_ONLY,
+        "checkpoint or run; default: the newest run's best"},
+    {"preset", TEXT, AT(preset), 0, 0, SHAPED,
+        "tiny, small, olmoe-1b-7b, mixtral-8x7b or qwen3-30b-a3b"},
     {"layers", INT, AT(c.n_layers), 1, MAX_LAYERS, SHAPED, "number of layers"},
     {"d-model", INT, AT(c.d_model), 1, 1 << 20, SHAPED, "width of the residual stream"},
     {"heads", INT, AT(c.n_heads), 1, 1 << 16, SHAPED, "query heads"},
-    {"kv-heads", INT, AT(c.n_kv_heads), 1, 1 << 16, SHAPED, "key and value heads, a divisor of --heads"},
+    {"kv-heads", INT, AT(c.n_kv_heads), 1, 1 << 16, SHAPED,
+        "key and value heads, a divisor of --heads"},
     {"head-dim", INT, AT(c.head_dim), 2, 1 << 14, SHAPED, "width of a head, even"},
     {"experts", INT, AT(c.n_experts), 1, 1 << 16, SHAPED, "experts in a layer; 1 = a dense model"},
     {"topk", INT, AT(c.top_k), 1, 1 << 16, SHAPED, "experts a token"},
-    {"d-expert", INT, AT(c.d_expert), 1, 1 << 24, SHAPED, "width of an expert (of the MLP when dense)"},
-    {"norm-topk", INT, AT(c.norm_topk), 0, 1, SHAPED, "renormalise the weights of a token's experts"},
+    {"d-expert", INT, AT(c.d_expert), 1, 1 << 24, SHAPED,
+        "width of an expert (of the MLP when dense)"},
+    {"norm-topk", INT, AT(c.norm_topk), 0, 1, SHAPED,
+        "renormalise the weights of a token's experts"},
     {"tied", INT, AT(c.tied), 0, 1, SHAPED, "output head = embedding"},
     {"rope-theta", REAL, AT(c.rope_theta), 1, 1e9, SHAPED, "base of the rotary embedding"},
     {"norm-eps", REAL, AT(c.norm_eps), 1e-12, 0.1, SHAPED, "epsilon of the norms"},
@@ -62,39 +79,55 @@ static const Flag flags[] = {
     {"z-loss", REAL, AT(z_loss), 0, 100, TRAIN | BENCH, "coefficient of the router z-loss"},
     {"batch", INT, AT(batch), 1, 1 << 24, SHAPED | EVAL, "sequences in a micro-batch"},
     {"seq", INT, AT(c.seq_len), 1, 1 << 24, SHAPED, "tokens in a sequence"},
-    {"total-batch", LONG, AT(total_batch), 0, 1e12, TRAIN, "tokens in a step, a multiple of batch x seq; 0 = one micro-batch"},
+    {"total-batch", LONG, AT(total_batch), 0, 1e12, TRAIN,
+        "tokens in a step, a multiple of batch x seq; 0 = one micro-batch"},
     {"steps", LONG, AT(steps), 1, 1e12, TRAIN | ANEW, "training steps"},
     {"lr", REAL, AT(lr), 0, 100, TRAIN, "learning rate after warm-up"},
     {"min-lr", REAL, AT(min_lr), 0, 100, TRAIN, "learning rate at the end (cosine, linear, wsd)"},
     {"warmup", LONG, AT(warmup), 0, 1e12, TRAIN, "steps of linear warm-up"},
-    {"schedule", CHOICE, AT(schedule), 0, 0, TRAIN, "cosine|linear|constant|wsd after warm-up; wsd: constant, then linear over the last fifth"},
+    {"schedule", CHOICE, AT(schedule), 0, 0, TRAIN,
+        "cosine|linear|constant|wsd after warm-up; wsd: constant, then linear over the last fifth"},
     {"optimizer", CHOICE, AT(optimizer), 0, 0, TRAIN | INFO | BENCH, "adamw|sgd "},
-    {"weight-decay", REAL, AT(weight_decay), 0, 10, TRAIN | BENCH, "decoupled weight decay, of matrices"},
+    {"weight-decay", REAL, AT(weight_decay), 0, 10, TRAIN | BENCH,
+        "decoupled weight decay, of matrices"},
     {"beta1", REAL, AT(beta1), 0, 0.999999, TRAIN | BENCH, "AdamW's decay of the first moment"},
     {"beta2", REAL, AT(beta2), 0, 0.9999999, TRAIN | BENCH, "AdamW's decay of the second moment"},
-    {"grad-clip", REAL, AT(grad_clip), 0, 1e9, TRAIN | BENCH, "largest norm of the gradient; 0 = no clipping"},
-    {"eval-every", LONG, AT(eval_every), 0, 1e12, TRAIN | ANEW, "steps between validations; 0 = never"},
-    {"eval-batches", LONG, AT(eval_batches), 0, 1e12, TRAIN | EVAL | ANEW, "batches in a validation; 0 = all of the held-out part"},
-    {"sample-every", LONG, AT(sample_every), 0, 1e12, TRAIN | ANEW, "steps between samples of text; 0 = never"},
-    {"save-every", LONG, AT(save_every), 0, 1e12, TRAIN | ANEW, "steps between checkpoints; 0 = only the last and the best"},
-    {"keep", LONG, AT(keep), 0, 1e9, TRAIN | ANEW, "newest checkpoints to keep (best is always kept); 0 = all"},
-    {"log-every", LONG, AT(log_every), 0, 1e12, TRAIN | ANEW, "steps between lines on the screen; 0 = none"},
+    {"grad-clip", REAL, AT(grad_clip), 0, 1e9, TRAIN | BENCH,
+        "largest norm of the gradient; 0 = no clipping"},
+    {"eval-every", LONG, AT(eval_every), 0, 1e12, TRAIN | ANEW,
+        "steps between validations; 0 = never"},
+    {"eval-batches", LONG, AT(eval_batches), 0, 1e12, TRAIN | EVAL | ANEW,
+        "batches in a validation; 0 = all of the held-out part"},
+    {"sample-every", LONG, AT(sample_every), 0, 1e12, TRAIN | ANEW,
+        "steps between samples of text; 0 = never"},
+    {"save-every", LONG, AT(save_every), 0, 1e12, TRAIN | ANEW,
+        "steps between checkpoints; 0 = only the last and the best"},
+    {"keep", LONG, AT(keep), 0, 1e9, TRAIN | ANEW,
+        "newest checkpoints to keep (best is always kept); 0 = all"},
+    {"log-every", LONG, AT(log_every), 0, 1e12, TRAIN | ANEW,
+        "steps between lines on the screen; 0 = none"},
     {"device", CHOICE, AT(device), 0, 0, TRAIN | GENERATE | EVAL | BENCH | ANEW, "cpu "},
-    {"recompute", INT, AT(recompute), 0, 2, SHAPED | ANEW, "save memory: 1 makes norm outputs again, 2 also the experts' H"},
-    {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | ANEW, "threads; 0 = as many as this process may use"},
+    {"recompute", INT, AT(recompute), 0, 2, SHAPED | ANEW,
+        "save memory: 1 makes norm outputs again, 2 also the experts' H"},
+    {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | ANEW,
+        "threads; 0 = as many as this process may use"},
     {"seed", LONG, AT(seed), 0, 9e15, TRAIN | GENERATE, "seed of everything random"},
-    {"profile", SWITCH, AT(profile), 0, 0, TRAIN | RUN_ONLY, "print where the time went at the end"},
+    {"profile", SWITCH, AT(profile), 0, 0, TRAIN | RUN_ONLY,
+        "print where the time went at the end"},
     {"prompt", TEXT, AT(prompt), 0, 0, GENERATE, "text to go on from"},
     {"tokens", LONG, AT(n_tokens), 1, 1e12, GENERATE, "tokens to generate"},
     {"temperature", REAL, AT(temperature), 0, 100, GENERATE, "0 = always the most likely token"},
-    {"top-k", INT, AT(top_k_sampling), 0, 1 << 30, GENERATE, "sample among the k most likely; 0 = all"},
-    {"top-p", REAL, AT(top_p), 0, 1, GENERATE, "sample among the fewest that reach this probability"},
+    {"top-k", INT, AT(top_k_sampling), 0, 1 << 30, GENERATE,
+        "sample among the k most likely; 0 = all"},
+    {"top-p", REAL, AT(top_p), 0, 1, GENERATE,
+        "sample among the fewest that reach this probability"},
 };
 enum { N_FLAGS = sizeof flags / sizeof *flags };
 
 static void *field(Options *o, const Flag *f) { return (char *)o + f->at; }
 
-// how many bytes the choice number n of a CHOICE flag has, and where it starts; NULL when there is no such choice
+// how many bytes the choice number n of a CHOICE flag has, and where it starts; NULL when there is
+// no such choice
 static const char *choice(const Flag *f, int n, int *len) {
     const char *s = f->help;
     for (;; n--) {
@@ -115,15 +148,19 @@ static void set_flag(Options *o, const Flag *f, const char *text, const char *wh
     case LONG: {
         const long long v = strtoll(text, &end, 10);
         if (end == text || *end || errno || (double)v < f->least || (double)v > f->most)
-            die(USER_ERROR, "%s--%s: expected a whole number from %.0f to %.0f, found '%s'", where, f->name, f->least, f->most, text);
-        if (f->type == INT) *(int *)field(o, f) = (int)v;
-        else *(int64_t *)field(o, f) = v;
+            die(USER_ERROR, "%s--%s: expected a whole number from %.0f to %.0f, found '%s'", where,
+                f->name, f->least, f->most, text);
+        if (f->type == INT)
+            *(int *)field(o, f) = (int)v;
+        else
+            *(int64_t *)field(o, f) = v;
         return;
     }
     case REAL: {
         const double v = strtod(text, &end);
         if (end == text || *end || !(v >= f->least && v <= f->most))
-            die(USER_ERROR, "%s--%s: expected a number from %g to %g, found '%s'", where, f->name, f->least, f->most, text);
+            die(USER_ERROR, "%s--%s: expected a number from %g to %g, found '%s'", where, f->name,
+                f->least, f->most, text);
         *(double *)field(o, f) = v;
         return;
     }
@@ -134,7 +171,9 @@ static void set_flag(Options *o, const Flag *f, const char *text, const char *wh
     case PATHS: {
         Paths *p = field(o, f);
         if (!*text) die(USER_ERROR, "%s--%s: expected a path, found nothing", where, f->name);
-        if (p->n == MAX_PATHS) die(USER_ERROR, "--%s: expected at most %d; a folder or a pattern names more", f->name, MAX_PATHS);
+        if (p->n == MAX_PATHS)
+            die(USER_ERROR, "--%s: expected at most %d; a folder or a pattern names more", f->name,
+                MAX_PATHS);
         p->at[p->n++] = text;
         return;
     }
@@ -146,7 +185,8 @@ static void set_flag(Options *o, const Flag *f, const char *text, const char *wh
                 *(int *)field(o, f) = i;
                 return;
             }
-        die(USER_ERROR, "%s--%s: expected one of %.*s, found '%s'", where, f->name, (int)strcspn(f->help, " "), f->help, text);
+        die(USER_ERROR, "%s--%s: expected one of %.*s, found '%s'", where, f->name,
+            (int)strcspn(f->help, " "), f->help, text);
     }
     }
 }
@@ -161,22 +201,27 @@ static const char *show_flag(Options *o, const Flag *f, char buf[512]) {
     case INT: snprintf(buf, 512, "%d", *(int *)field(o, f)); break;
     case LONG: snprintf(buf, 512, "%lld", (long long)*(int64_t *)field(o, f)); break;
     case REAL: snprintf(buf, 512, "%.15g", *(double *)field(o, f)); break;
-    case TEXT: snprintf(buf, 512, "%s", *(const char **)field(o, f) ? *(const char **)field(o, f) : ""); break;
+    case TEXT:
+        snprintf(buf, 512, "%s", *(const char **)field(o, f) ? *(const char **)field(o, f) : "");
+        break;
     case PATHS: break;
-    case CHOICE:
-        s = choice(f, *(int *)field(o, f), &len);
-        snprintf(buf, 512, "%.*s", len, s);
+    case CHOICE: s = choice(f, *(int *)field(o, f), &len); snprintf(buf, 512, "%.*s", len, s);
     }
     return buf;
 }
 
-typedef struct Command { const char *name; int bit; const char *help; } Command;
+typedef struct Command {
+    const char *name;
+    int bit;
+    const char *help;
+} Command;
 static const Command commands[] = {
     {"train", TRAIN, "train a model on text"},
     {"generate", GENERATE, "write text with a trained model"},
     {"eval", EVAL, "loss, perplexity and bits per byte of a text"},
     {"info", INFO, "parameters, memory and FLOPs of a model, before anything is allocated"},
-    {"bench", BENCH, "the measured peak of this machine, and what a product and training steps reach"},
+    {"bench", BENCH,
+        "the measured peak of this machine, and what a product and training steps reach"},
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
@@ -195,7 +240,8 @@ static void help(Options *o, const Command *c) {
     }
     if (c->bit == TRAIN) {
         puts("\nother commands (train_moe COMMAND --help):");
-        for (int i = 1; i < N_COMMANDS; i++) printf("  %-9s %s\n", commands[i].name, commands[i].help);
+        for (int i = 1; i < N_COMMANDS; i++)
+            printf("  %-9s %s\n", commands[i].name, commands[i].help);
     }
     exit(0);
 }
@@ -216,8 +262,8 @@ static Options defaults(void) {
     return o;
 }
 
-/* Reads the command line into *o, presets first, then the flags; given[i]: flag i was there. Abbreviations that
-   getopt_long would take are refused: a typo is not a flag. */
+/* Reads the command line into *o, presets first, then the flags; given[i]: flag i was there.
+   Abbreviations that getopt_long would take are refused: a typo is not a flag. */
 static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS]) {
     const Command *c = &commands[0];
     struct option list[N_FLAGS + 2];
@@ -226,12 +272,16 @@ static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS
         c = NULL;
         for (i = 0; i < N_COMMANDS; i++)
             if (!strcmp(argv[1], commands[i].name)) c = &commands[i];
-        if (!c) die(USER_ERROR, "expected a command (train, generate, eval, info, bench) or a flag, found '%s'", argv[1]);
+        if (!c)
+            die(USER_ERROR,
+                "expected a command (train, generate, eval, info, bench) or a flag, found '%s'",
+                argv[1]);
         first = 2;
     }
     for (i = 0; i < N_FLAGS; i++) {
         const int optional = flags[i].type == SWITCH || !strcmp(flags[i].name, "resume");
-        struct option x = {flags[i].name, optional ? optional_argument : required_argument, NULL, 256 + i};
+        struct option x = {
+            flags[i].name, optional ? optional_argument : required_argument, NULL, 256 + i};
         list[i] = x;
     }
     struct option h = {"help", no_argument, NULL, 'h'}, end = {NULL, 0, NULL, 0};
@@ -247,16 +297,23 @@ static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS
                 continue;
             }
             if (code == ':') die(USER_ERROR, "%s: expected a value after it", text);
-            if (code == '?') die(USER_ERROR, "unknown flag '%s'; train_moe %s --help lists the flags", text, c->name);
+            if (code == '?')
+                die(USER_ERROR, "unknown flag '%s'; train_moe %s --help lists the flags", text,
+                    c->name);
             const Flag *f = &flags[code - 256];
             if (optarg && optarg == text) text = argv[optind - 2];
             const size_t len = strcspn(text, "=");
             if (len != strlen(f->name) + 2 || strncmp(text + 2, f->name, len - 2))
-                die(USER_ERROR, "unknown flag '%.*s' (did you mean --%s?)", (int)len, text, f->name);
-            if (!(f->commands & c->bit)) die(USER_ERROR, "--%s is not a flag of %s; train_moe %s --help lists the flags", f->name, c->name, c->name);
-            if (f->type == SWITCH && optarg) die(USER_ERROR, "--%s takes no value, found '%s'", f->name, optarg);
+                die(USER_ERROR, "unknown flag '%.*s' (did you mean --%s?)", (int)len, text,
+                    f->name);
+            if (!(f->commands & c->bit))
+                die(USER_ERROR, "--%s is not a flag of %s; train_moe %s --help lists the flags",
+                    f->name, c->name, c->name);
+            if (f->type == SWITCH && optarg)
+                die(USER_ERROR, "--%s takes no value, found '%s'", f->name, optarg);
             const int is_resume = !strcmp(f->name, "resume");
-            if (is_resume && !optarg && optind < argc && argv[optind][0] != '-') optarg = argv[optind++];
+            if (is_resume && !optarg && optind < argc && argv[optind][0] != '-')
+                optarg = argv[optind++];
             if (!pass) {
                 if (!strcmp(f->name, "preset")) apply_preset(o, optarg);
                 continue;
@@ -282,26 +339,34 @@ static void settle(Options *o, const int given[N_FLAGS], int from_file) {
     Err err;
     Config *c = &o->c;
     if (!from_file) {
-        if (!was_given(given, "head-dim") && (was_given(given, "d-model") || was_given(given, "heads"))) {
+        if (!was_given(given, "head-dim") &&
+            (was_given(given, "d-model") || was_given(given, "heads"))) {
             if (c->d_model % c->n_heads)
-                die(USER_ERROR, "--d-model %d is not a multiple of --heads %d: give --head-dim", c->d_model, c->n_heads);
+                die(USER_ERROR, "--d-model %d is not a multiple of --heads %d: give --head-dim",
+                    c->d_model, c->n_heads);
             c->head_dim = c->d_model / c->n_heads;
         }
         if (!was_given(given, "kv-heads") && was_given(given, "heads")) c->n_kv_heads = c->n_heads;
         if (c->n_experts == 1) { // a dense model of the same active size, unless the width is given
-            if (was_given(given, "topk") && c->top_k != 1) die(USER_ERROR, "--topk: expected 1 with --experts 1, found %d", c->top_k);
+            if (was_given(given, "topk") && c->top_k != 1)
+                die(USER_ERROR, "--topk: expected 1 with --experts 1, found %d", c->top_k);
             if (!was_given(given, "d-expert")) c->d_expert *= c->top_k;
             c->top_k = 1;
         }
         c->d_dense = c->top_k * c->d_expert;
     }
-    if (c->top_k > c->n_experts) die(USER_ERROR, "--topk: expected at most --experts %d, found %d", c->n_experts, c->top_k);
+    if (c->top_k > c->n_experts)
+        die(USER_ERROR, "--topk: expected at most --experts %d, found %d", c->n_experts, c->top_k);
     if (c->n_heads % c->n_kv_heads)
-        die(USER_ERROR, "--kv-heads: expected a divisor of --heads %d, found %d", c->n_heads, c->n_kv_heads);
-    if (c->head_dim % 2) die(USER_ERROR, "--head-dim: expected an even number, found %d", c->head_dim);
+        die(USER_ERROR, "--kv-heads: expected a divisor of --heads %d, found %d", c->n_heads,
+            c->n_kv_heads);
+    if (c->head_dim % 2)
+        die(USER_ERROR, "--head-dim: expected an even number, found %d", c->head_dim);
     if (config_check(c, &err)) die(USER_ERROR, "%s", err.text);
     if ((int64_t)o->batch * c->seq_len > 1 << 28)
-        die(USER_ERROR, "--batch %d x --seq %d: expected at most %d tokens in a micro-batch; --total-batch adds up several",
+        die(USER_ERROR,
+            "--batch %d x --seq %d: expected at most %d tokens in a micro-batch; --total-batch "
+            "adds up several",
             o->batch, c->seq_len, 1 << 28);
 }
 
@@ -316,15 +381,19 @@ static void set_threads(int threads) {
             if (fscanf(f, "%63s %lf", word, &period) < 2) period = 100000;
             fclose(f);
         }
-        if (quota > 0 && quota / period < omp_get_max_threads()) threads = quota < period ? 1 : (int)(quota / period);
+        if (quota > 0 && quota / period < omp_get_max_threads())
+            threads = quota < period ? 1 : (int)(quota / period);
     }
     if (threads) omp_set_num_threads(threads);
 #else
-    if (threads > 1) fprintf(stderr, "train_moe: warning: --threads %d: built without OpenMP, one thread is used\n", threads);
+    if (threads > 1)
+        fprintf(stderr,
+            "train_moe: warning: --threads %d: built without OpenMP, one thread is used\n",
+            threads);
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // the run
 
 enum { SAMPLE_TOKENS = 300, SAMPLE_T = 64 };
@@ -358,20 +427,23 @@ static double elapsed_s(const Run *r) { return r->elapsed + now_s() - r->started
 // The learning rate of step 1..steps.
 static double learning_rate(const Options *o, int64_t step) {
     if (step <= o->warmup) return o->lr * (double)step / (double)o->warmup;
-    const double left = (double)(o->steps - o->warmup), p = left > 0 ? (double)(step - o->warmup) / left : 1;
+    const double left = (double)(o->steps - o->warmup),
+                 p = left > 0 ? (double)(step - o->warmup) / left : 1;
     switch (o->schedule) {
-    case SCHEDULE_COSINE: return o->min_lr + (o->lr - o->min_lr) * 0.5 * (1 + cos_d(3.14159265358979324 * p));
+    case SCHEDULE_COSINE:
+        return o->min_lr + (o->lr - o->min_lr) * 0.5 * (1 + cos_d(3.14159265358979324 * p));
     case SCHEDULE_LINEAR: return o->lr + (o->min_lr - o->lr) * p;
     case SCHEDULE_WSD: return p <= 0.8 ? o->lr : o->lr + (o->min_lr - o->lr) * (p - 0.8) / 0.2;
     }
     return o->lr;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // log
 
-/* One line of metrics.jsonl as an object; val is NULL when nothing was measured. Balance, the losses of the router
-   and dead experts are those of the whole step, all its micro-batches together. */
+/* One line of metrics.jsonl as an object; val is NULL when nothing was measured. Balance, the
+   losses of the router and dead experts are those of the whole step, all its micro-batches
+   together. */
 static json_t *metrics(Run *r, const StepState *s, double lr, double step_s, double *balance) {
     const Config *c = &r->m.c;
     double aux = 0, z = 0;
@@ -383,8 +455,10 @@ static json_t *metrics(Run *r, const StepState *s, double lr, double step_s, dou
         r->m.b->to_host(host, r->m.step_stats, r->m.step_stats_bytes);
         for (int l = 0; l < c->n_layers; l++) {
             if (!is_moe_layer(c, l)) continue;
-            const float *loss = (const float *)(host + ((char *)r->m.layer[l].loss_sum - r->m.step_stats));
-            const int *count = (const int *)(host + ((char *)r->m.layer[l].count_sum - r->m.step_stats));
+            const float *loss =
+                (const float *)(host + ((char *)r->m.layer[l].loss_sum - r->m.step_stats));
+            const int *count =
+                (const int *)(host + ((char *)r->m.layer[l].count_sum - r->m.step_stats));
             const double share = 1.0 / ((double)moe_layers(c) * r->micro_batches);
             double most = 0, sum = 0;
             for (int e = 0; e < c->n_experts; e++) {
@@ -399,28 +473,34 @@ static json_t *metrics(Run *r, const StepState *s, double lr, double step_s, dou
         free(host);
     }
     const double tokens = (double)r->rows_a_step * c->seq_len;
-    return json_pack("{s:I, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:i, s:f, s:f, s:f}", "step", (json_int_t)r->step, "tokens",
-                     (json_int_t)(r->step * (int64_t)tokens), "loss", s->loss, "lr", lr, "grad_norm", s->grad_norm,
-                     "aux_loss", aux, "z_loss", z, "balance", *balance, "dead_experts", dead, "step_ms", step_s * 1e3,
-                     "tok_per_s", tokens / step_s, "elapsed_s", elapsed_s(r));
+    return json_pack("{s:I, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:i, s:f, s:f, s:f}", "step",
+        (json_int_t)r->step, "tokens", (json_int_t)(r->step * (int64_t)tokens), "loss", s->loss,
+        "lr", lr, "grad_norm", s->grad_norm, "aux_loss", aux, "z_loss", z, "balance", *balance,
+        "dead_experts", dead, "step_ms", step_s * 1e3, "tok_per_s", tokens / step_s, "elapsed_s",
+        elapsed_s(r));
 }
 
 static void log_line(Run *r) {
     char *text = json_dumps(r->last, JSON_COMPACT | JSON_REAL_PRECISION(9));
     if (!text) die(RUN_ERROR, "no memory");
     if (fprintf(r->log, "%s\n", text) < 0 || fflush(r->log))
-        die(RUN_ERROR, "%s/metrics.jsonl: cannot write: %s; the last checkpoint is %s/latest", r->out, strerror(errno), r->out);
+        die(RUN_ERROR, "%s/metrics.jsonl: cannot write: %s; the last checkpoint is %s/latest",
+            r->out, strerror(errno), r->out);
     free(text);
 }
 
 static void show_time(char buf[32], double s) {
     const long t = (long)(s + 0.5);
-    if (t >= 3600) snprintf(buf, 32, "%ld:%02ld:%02ld", t / 3600, t / 60 % 60, t % 60);
-    else snprintf(buf, 32, "%02ld:%02ld", t / 60, t % 60);
+    if (t >= 3600)
+        snprintf(buf, 32, "%ld:%02ld:%02ld", t / 3600, t / 60 % 60, t % 60);
+    else
+        snprintf(buf, 32, "%02ld:%02ld", t / 60, t % 60);
 }
 
-// step  120/2000 | loss 1.832 | val 1.904 | norm 0.71 | lr 9.8e-04 | 12.4k tok/s | balance 1.06 | 01:12 < 18:40
-static void progress_line(Run *r, double lr, double balance, const StepState *s, double tok_per_s, int64_t first, int terminal) {
+// step  120/2000 | loss 1.832 | val 1.904 | norm 0.71 | lr 9.8e-04 | 12.4k tok/s | balance 1.06 |
+// 01:12 < 18:40
+static void progress_line(Run *r, double lr, double balance, const StepState *s, double tok_per_s,
+    int64_t first, int terminal) {
     char val[32] = "", bal[32] = "", rate[32], done[32], left[32];
     const json_t *v = json_object_get(r->last, "val_loss");
     const int64_t steps = r->o.steps;
@@ -431,14 +511,15 @@ static void progress_line(Run *r, double lr, double balance, const StepState *s,
     if (r->m.step_stats) snprintf(bal, sizeof bal, " | balance %.2f", balance);
     show_time(done, elapsed_s(r));
     show_time(left, each * (double)(steps - r->step));
-    printf("%sstep %*lld/%lld | loss %.3f%s | norm %.2f | lr %.1e | %s tok/s%s | %s < %s%s", terminal ? "\r" : "", width,
-           (long long)r->step, (long long)steps, s->loss, val, s->grad_norm, lr, human(tok_per_s, rate), bal, done, left,
-           !terminal || v || r->step == steps ? "\n" : "  ");
+    printf("%sstep %*lld/%lld | loss %.3f%s | norm %.2f | lr %.1e | %s tok/s%s | %s < %s%s",
+        terminal ? "\r" : "", width, (long long)r->step, (long long)steps, s->loss, val,
+        s->grad_norm, lr, human(tok_per_s, rate), bal, done, left,
+        !terminal || v || r->step == steps ? "\n" : "  ");
     fflush(stdout);
 }
 
-/* Keeps the lines of steps 1..step of an earlier process, drops later and torn ones, and learns the best
-   validation loss from them. Returns the last step that has a line. */
+/* Keeps the lines of steps 1..step of an earlier process, drops later and torn ones, and learns the
+   best validation loss from them. Returns the last step that has a line. */
 static int64_t trim_log(Run *r) {
     char path[CKPT_PATH], tmp[CKPT_PATH + 8], *line = NULL;
     size_t size = 0;
@@ -469,7 +550,7 @@ static int64_t trim_log(Run *r) {
     return last;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // checkpoints
 
 static json_t *flags_to_json(Options *o) {
@@ -484,32 +565,44 @@ static json_t *flags_to_json(Options *o) {
         case INT: v = json_integer(*(int *)field(o, f)); break;
         case LONG: v = json_integer(*(int64_t *)field(o, f)); break;
         case REAL: v = json_real(*(double *)field(o, f)); break;
-        case TEXT: v = *(const char **)field(o, f) ? json_string(*(const char **)field(o, f)) : json_null(); break;
+        case TEXT:
+            v = *(const char **)field(o, f) ? json_string(*(const char **)field(o, f))
+                                            : json_null();
+            break;
         case CHOICE: v = json_string(show_flag(o, f, text)); break;
         case PATHS:
             v = json_array();
-            for (int k = 0; k < ((Paths *)field(o, f))->n; k++) json_array_append_new(v, json_string(((Paths *)field(o, f))->at[k]));
+            for (int k = 0; k < ((Paths *)field(o, f))->n; k++)
+                json_array_append_new(v, json_string(((Paths *)field(o, f))->at[k]));
         }
-        if (json_object_set_new(all, f->name, v)) die(RUN_ERROR, "--%s: cannot be kept in trainer.json (not valid UTF-8?)", f->name);
+        if (json_object_set_new(all, f->name, v))
+            die(RUN_ERROR, "--%s: cannot be kept in trainer.json (not valid UTF-8?)", f->name);
     }
     return all;
 }
 
 // Restores the flags of trainer.json; those marked in `given` may be given anew, or must agree.
-static void flags_from_json(Options *o, const json_t *all, const char *file, const Options *cl, const int given[N_FLAGS]) {
+static void flags_from_json(
+    Options *o, const json_t *all, const char *file, const Options *cl, const int given[N_FLAGS]) {
     for (int i = 0; i < N_FLAGS; i++) {
         const Flag *f = &flags[i];
         const json_t *v = json_object_get(all, f->name);
         char where[CKPT_PATH + 16], text[64], mine[512], theirs[512];
         if (!(f->commands & TRAIN) || f->commands & RUN_ONLY) continue;
         snprintf(where, sizeof where, "%s: ", file);
-        if (!v) die(USER_ERROR, "%s: expected the flag \"%s\", found none: this is not a trainer.json of this version", file, f->name);
-        if (json_is_integer(v)) snprintf(text, sizeof text, "%lld", (long long)json_integer_value(v));
+        if (!v)
+            die(USER_ERROR,
+                "%s: expected the flag \"%s\", found none: this is not a trainer.json of this "
+                "version",
+                file, f->name);
+        if (json_is_integer(v))
+            snprintf(text, sizeof text, "%lld", (long long)json_integer_value(v));
         if (json_is_real(v)) snprintf(text, sizeof text, "%.17g", json_real_value(v));
         if (f->type == PATHS && json_is_array(v)) {
             ((Paths *)field(o, f))->n = 0;
             for (size_t k = 0; k < json_array_size(v); k++)
-                if (json_is_string(json_array_get(v, k))) set_flag(o, f, strdup(json_string_value(json_array_get(v, k))), where);
+                if (json_is_string(json_array_get(v, k)))
+                    set_flag(o, f, strdup(json_string_value(json_array_get(v, k))), where);
         } else if ((f->type == TEXT || f->type == CHOICE) && json_is_string(v)) {
             set_flag(o, f, strdup(json_string_value(v)), where);
         } else if (f->type == TEXT && json_is_null(v)) {
@@ -521,7 +614,8 @@ static void flags_from_json(Options *o, const json_t *all, const char *file, con
         }
         if (!given[i]) continue;
         if (f->commands & ANEW) {
-            memcpy(field(o, f), (const char *)cl + f->at, f->type == INT || f->type == CHOICE ? sizeof(int) : sizeof(int64_t));
+            memcpy(field(o, f), (const char *)cl + f->at,
+                f->type == INT || f->type == CHOICE ? sizeof(int) : sizeof(int64_t));
             continue;
         }
         int same = !strcmp(show_flag((Options *)(uintptr_t)cl, f, mine), show_flag(o, f, theirs));
@@ -533,7 +627,9 @@ static void flags_from_json(Options *o, const json_t *all, const char *file, con
             snprintf(theirs, sizeof theirs, "%s", b->n ? b->at[0] : "");
         }
         if (!same)
-            die(USER_ERROR, "--%s cannot change when a run is resumed: it was '%s', found '%s'; leave it out, or start a new run with --init",
+            die(USER_ERROR,
+                "--%s cannot change when a run is resumed: it was '%s', found '%s'; leave it out, "
+                "or start a new run with --init",
                 f->name, theirs, mine);
     }
 }
@@ -543,12 +639,13 @@ static json_t *data_identity(const Data *d) {
     uint64_t h = data_hash(0, d->train_tokens, d->val_tokens);
     for (int i = 0; i < d->n_files; i++) {
         h = data_hash(1, h, d->file[i].size);
-        for (size_t at = 0; at < d->file[i].size; at += 1 + d->file[i].size / 4096) h = data_hash(2, h, d->file[i].map[at]);
+        for (size_t at = 0; at < d->file[i].size; at += 1 + d->file[i].size / 4096)
+            h = data_hash(2, h, d->file[i].map[at]);
     }
     char hex[17];
     snprintf(hex, sizeof hex, "%016llx", (unsigned long long)h);
-    return json_pack("{s:I, s:I, s:s}", "train_tokens", (json_int_t)d->train_tokens, "val_tokens", (json_int_t)d->val_tokens,
-                     "fingerprint", hex);
+    return json_pack("{s:I, s:I, s:s}", "train_tokens", (json_int_t)d->train_tokens, "val_tokens",
+        (json_int_t)d->val_tokens, "fingerprint", hex);
 }
 
 static void save(Run *r) {
@@ -556,19 +653,23 @@ static void save(Run *r) {
     Err err;
     const double t = now_s();
     const Model *m = &r->m;
-    json_t *j = json_pack("{s:i, s:I, s:I, s:I, s:f, s:o, s:o, s:O?}", "version", 1, "step", (json_int_t)r->step, "next_row",
-                          (json_int_t)(r->step * r->rows_a_step), "seed", (json_int_t)r->o.seed, "elapsed_s", elapsed_s(r),
-                          "data", data_identity(&r->data), "flags", flags_to_json(&r->o), "last", r->last);
+    json_t *j = json_pack("{s:i, s:I, s:I, s:I, s:f, s:o, s:o, s:O?}", "version", 1, "step",
+        (json_int_t)r->step, "next_row", (json_int_t)(r->step * r->rows_a_step), "seed",
+        (json_int_t)r->o.seed, "elapsed_s", elapsed_s(r), "data", data_identity(&r->data), "flags",
+        flags_to_json(&r->o), "last", r->last);
     if (!j) die(RUN_ERROR, "no memory for trainer.json");
     int rc = ckpt_begin(&w, r->out, r->step, &err);
-    if (!rc) rc = config_write(w.path, &m->c, r->o.aux_loss / m->c.top_k, m->b->param_type, &err) ||
-                  tokenizer_save(&r->tok, w.path, &err) ||
-                  model_write(w.path, &m->c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], &err) ||
-                  optimizer_write(w.path, &m->c, &m->table, m->b, moment(m, 0), moment(m, 1), &err) ||
-                  json_write(w.path, "trainer.json", j, &err) || ckpt_commit(&w, &err);
+    if (!rc)
+        rc = config_write(w.path, &m->c, r->o.aux_loss / m->c.top_k, m->b->param_type, &err) ||
+            tokenizer_save(&r->tok, w.path, &err) ||
+            model_write(
+                w.path, &m->c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], &err) ||
+            optimizer_write(w.path, &m->c, &m->table, m->b, moment(m, 0), moment(m, 1), &err) ||
+            json_write(w.path, "trainer.json", j, &err) || ckpt_commit(&w, &err);
     if (rc) {
         ckpt_abort(&w);
-        die(RUN_ERROR, "step %lld could not be saved: %s; earlier checkpoints in %s are whole", (long long)r->step, err.text, r->out);
+        die(RUN_ERROR, "step %lld could not be saved: %s; earlier checkpoints in %s are whole",
+            (long long)r->step, err.text, r->out);
     }
     json_decref(j);
     r->saved_step = r->step;
@@ -577,14 +678,17 @@ static void save(Run *r) {
 
 static void prune(Run *r) {
     Err err;
-    if (ckpt_prune(r->out, (int)r->o.keep, &err)) fprintf(stderr, "train_moe: warning: %s\n", err.text);
+    if (ckpt_prune(r->out, (int)r->o.keep, &err))
+        fprintf(stderr, "train_moe: warning: %s\n", err.text);
 }
 
 // Loads weights and moments of a checkpoint into the built model.
 static int load(Run *r, const char *folder, Err *err) {
     Model *m = &r->m;
     return model_read(folder, &m->c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], err) ||
-           optimizer_read(folder, &m->c, &m->table, m->b, moment(m, 0), moment(m, 1), err) ? -1 : 0;
+            optimizer_read(folder, &m->c, &m->table, m->b, moment(m, 0), moment(m, 1), err)
+        ? -1
+        : 0;
 }
 
 /* Which checkpoint to resume: its trainer.json, or NULL when `folder` cannot be one. */
@@ -593,25 +697,32 @@ static json_t *read_trainer(const char *folder, Config *c, Err *err) {
     snprintf(path, sizeof path, "%s/trainer.json", folder);
     if (config_read(c, folder, err)) return NULL;
     if (!has_file(folder, "trainer.json")) {
-        fail(err, "%s: expected trainer.json beside the model, found none; --init %s starts a new run from its weights", folder, folder);
+        fail(err,
+            "%s: expected trainer.json beside the model, found none; --init %s starts a new run "
+            "from its weights",
+            folder, folder);
         return NULL;
     }
     if (!has_file(folder, "optimizer.safetensors")) {
-        fail(err, "%s: expected optimizer.safetensors beside the model, found none; --init %s starts a new run from its weights",
-             folder, folder);
+        fail(err,
+            "%s: expected optimizer.safetensors beside the model, found none; --init %s starts a "
+            "new run from its weights",
+            folder, folder);
         return NULL;
     }
     json_t *j = json_read(path, err);
     if (!j) return NULL;
-    const json_t *step = json_object_get(j, "step"), *all = json_object_get(j, "flags"), *version = json_object_get(j, "version");
+    const json_t *step = json_object_get(j, "step"), *all = json_object_get(j, "flags"),
+                 *version = json_object_get(j, "version");
     if (json_is_integer(version) && json_integer_value(version) == 1 && json_is_integer(step) &&
-        json_integer_value(step) >= 0 && json_is_object(all)) return j;
+        json_integer_value(step) >= 0 && json_is_object(all))
+        return j;
     fail(err, "%s: expected version 1 with \"step\" and \"flags\", found something else", path);
     json_decref(j);
     return NULL;
 }
 
-// ---------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // train
 
 static void build(Run *r) {
@@ -628,13 +739,17 @@ static void build(Run *r) {
     char p[32], a[32];
     count_parameters(&r->m.table, &o->c, &total, &active);
     printf("model: %d layers, width %d, ", o->c.n_layers, o->c.d_model);
-    if (moe_layers(&o->c)) printf("%d experts of width %d, %d a token", o->c.n_experts, o->c.d_expert, o->c.top_k);
-    else printf("dense MLP of width %d", o->c.d_expert);
-    printf(": %s parameters, %s active; %.1f MB of memory; %d threads\n", human(total, p), human(active, a), need / 1e6, thread_max());
+    if (moe_layers(&o->c))
+        printf("%d experts of width %d, %d a token", o->c.n_experts, o->c.d_expert, o->c.top_k);
+    else
+        printf("dense MLP of width %d", o->c.d_expert);
+    printf(": %s parameters, %s active; %.1f MB of memory; %d threads\n", human(total, p),
+        human(active, a), need / 1e6, thread_max());
     fflush(stdout);
     model_free(&r->m);
     model_free(&r->sampler);
-    check_memory(need, "lower --batch (with --total-batch), --seq or the size of the model, or raise --recompute");
+    check_memory(need,
+        "lower --batch (with --total-batch), --seq or the size of the model, or raise --recompute");
     model_build(&r->m, &o->c, b, shape, NULL);
     model_build(&r->sampler, &o->c, b, sampler, &r->m);
     r->m.aux_coef = o->aux_loss;
@@ -646,19 +761,24 @@ static void build(Run *r) {
 }
 
 static void count_rows(Run *r) {
-    const int64_t micro = (int64_t)r->o.batch * r->o.c.seq_len, total = r->o.total_batch ? r->o.total_batch : micro;
+    const int64_t micro = (int64_t)r->o.batch * r->o.c.seq_len,
+                  total = r->o.total_batch ? r->o.total_batch : micro;
     if (total % micro || total / micro > 1 << 20)
-        die(USER_ERROR, "--total-batch: expected a multiple of batch x seq = %lld, found %lld", (long long)micro, (long long)total);
+        die(USER_ERROR, "--total-batch: expected a multiple of batch x seq = %lld, found %lld",
+            (long long)micro, (long long)total);
     r->micro_batches = (int)(total / micro);
     r->rows_a_step = r->micro_batches * r->o.batch;
 }
 
 static void show_data(const Run *r) {
     char a[32], b[32];
-    printf("data: %d file%s, %s training tokens, %s for validation\n", r->data.n_files, r->data.n_files == 1 ? "" : "s",
-           human((double)r->data.train_tokens, a), human((double)r->data.val_tokens, b));
+    printf("data: %d file%s, %s training tokens, %s for validation\n", r->data.n_files,
+        r->data.n_files == 1 ? "" : "s", human((double)r->data.train_tokens, a),
+        human((double)r->data.val_tokens, b));
     if (!r->data.val_tokens && r->o.eval_every)
-        fprintf(stderr, "train_moe: warning: no validation batches: the held-out part has fewer than 2 tokens; raise --val-fraction or give --val\n");
+        fprintf(stderr,
+            "train_moe: warning: no validation batches: the held-out part has fewer than 2 tokens; "
+            "raise --val-fraction or give --val\n");
 }
 
 static void sample(Run *r) {
@@ -686,19 +806,27 @@ static void sample(Run *r) {
 static void stop_bad(Run *r, const StepState *s, int64_t step) {
     char what[512], name[256];
     if (s->bad == BAD_ROUTER) {
-        snprintf(what, sizeof what, "the router logits of layer %d are not finite (token %lld of the micro-batch)", s->bad_layer,
-                 (long long)s->bad_index);
+        snprintf(what, sizeof what,
+            "the router logits of layer %d are not finite (token %lld of the micro-batch)",
+            s->bad_layer, (long long)s->bad_index);
     } else if (s->bad == BAD_LOSS) {
-        snprintf(what, sizeof what, "the loss of token %lld of the micro-batch is not finite", (long long)s->bad_index);
+        snprintf(what, sizeof what, "the loss of token %lld of the micro-batch is not finite",
+            (long long)s->bad_index);
     } else {
         int i = -1; // segments are the trained tensors, in order
         int64_t left = s->bad_index;
         while (left >= 0) left -= r->m.table.tensor[++i].row->trained;
         tensor_name(name, sizeof name, &r->m.table.tensor[i], 0);
-        snprintf(what, sizeof what, "the gradient of %s (layer %d) is not finite", name, r->m.table.tensor[i].layer);
+        snprintf(what, sizeof what, "the gradient of %s (layer %d) is not finite", name,
+            r->m.table.tensor[i].layer);
     }
-    die(RUN_ERROR, "step %lld: %s; no weight was changed by this step; %s%s; a lower --lr, a longer --warmup or a lower --grad-clip often help",
-        (long long)step, what, r->saved_step >= 0 || has_file(r->out, "latest") ? "the last checkpoint is in " : "nothing was saved in ", r->out);
+    die(RUN_ERROR,
+        "step %lld: %s; no weight was changed by this step; %s%s; a lower --lr, a longer --warmup "
+        "or a lower --grad-clip often help",
+        (long long)step, what,
+        r->saved_step >= 0 || has_file(r->out, "latest") ? "the last checkpoint is in "
+                                                         : "nothing was saved in ",
+        r->out);
 }
 
 // One training step; the state after it. Step number r->step + 1.
@@ -721,11 +849,13 @@ static StepState train_step(Run *r, double lr, const OptimConfig *optim) {
     return s;
 }
 
-// Measures the validation loss and enters it in the line of this step. Returns 1 when it is the best so far.
+// Measures the validation loss and enters it in the line of this step. Returns 1 when it is the
+// best so far.
 static int validate(Run *r) {
     const double t = now_s();
     const EvalResult e = evaluate(&r->m, &r->data, r->o.eval_batches, r->x, r->y);
-    if (e.state.bad) die(RUN_ERROR, "step %lld: the validation loss is not finite", (long long)r->step);
+    if (e.state.bad)
+        die(RUN_ERROR, "step %lld: the validation loss is not finite", (long long)r->step);
     r->t_eval += now_s() - t;
     json_object_set_new(r->last, "val_loss", json_real(e.loss));
     json_object_set_new(r->last, "elapsed_s", json_real(elapsed_s(r)));
@@ -750,13 +880,15 @@ static void remove_old_run(const char *out) {
         if (snprintf(path, sizeof path, "%s/%s", out, names[i]) < CKPT_PATH) unlink(path);
     if (ckpt_list(out, &steps, &n)) die(RUN_ERROR, "%s: cannot be read: %s", out, strerror(errno));
     for (int i = 0; i < n; i++)
-        if (step_path(path, out, "", steps[i], "", &err) || remove_path(path, &err)) die(RUN_ERROR, "%s", err.text);
+        if (step_path(path, out, "", steps[i], "", &err) || remove_path(path, &err))
+            die(RUN_ERROR, "%s", err.text);
     free(steps);
 }
 
 static void train_loop(Run *r) {
     const Options *o = &r->o;
-    const OptimConfig optim = {o->beta1, o->beta2, 1e-8, o->weight_decay, o->grad_clip, o->optimizer};
+    const OptimConfig optim = {
+        o->beta1, o->beta2, 1e-8, o->weight_decay, o->grad_clip, o->optimizer};
     const int terminal = isatty(STDOUT_FILENO), can_eval = r->data.val_tokens > 0;
     const int64_t first = r->step;
     double balance;
@@ -770,11 +902,13 @@ static void train_loop(Run *r) {
         json_decref(r->last);
         r->last = metrics(r, &s, lr, step_s, &balance);
         if (!r->last) die(RUN_ERROR, "no memory for the log");
-        const int last = r->step == o->steps, due = o->eval_every && (last || r->step % o->eval_every == 0);
+        const int last = r->step == o->steps,
+                  due = o->eval_every && (last || r->step % o->eval_every == 0);
         if (last) save(r); // before the last evaluation: it may take long
         const int best = due && can_eval && !stop_signal && validate(r);
         log_line(r);
-        progress_line(r, lr, balance, &s, (double)r->rows_a_step * o->c.seq_len / step_s, first, terminal);
+        progress_line(
+            r, lr, balance, &s, (double)r->rows_a_step * o->c.seq_len / step_s, first, terminal);
         if (!last && (stop_signal || (o->save_every && r->step % o->save_every == 0))) save(r);
         if (best) mark_best(r);
         if (r->saved_step == r->step) prune(r);
@@ -785,7 +919,8 @@ static void train_loop(Run *r) {
         if (r->step == first + 10 && !last && o->log_every) {
             char left[32];
             show_time(left, (now_s() - r->started) / 10 * (double)(o->steps - first));
-            printf("%sthis run takes about %s; Ctrl-C saves a checkpoint and stops\n", terminal ? "\n" : "", left);
+            printf("%sthis run takes about %s; Ctrl-C saves a checkpoint and stops\n",
+                terminal ? "\n" : "", left);
         }
     }
     if (terminal && r->step < o->steps) putchar('\n');
@@ -793,7 +928,10 @@ static void train_loop(Run *r) {
 
 static void print_profile(const Run *r) {
     const double all = now_s() - r->started;
-    const struct { const char *name; double s; } part[] = {{"data", r->t_data}, {"training steps", r->t_step - r->t_data},
+    const struct {
+        const char *name;
+        double s;
+    } part[] = {{"data", r->t_data}, {"training steps", r->t_step - r->t_data},
         {"validation", r->t_eval}, {"checkpoints", r->t_save}, {"samples", r->t_sample}};
     for (size_t i = 0; i < sizeof part / sizeof *part; i++)
         printf("profile: %-15s %9.3f s %5.1f%%\n", part[i].name, part[i].s, 100 * part[i].s / all);
@@ -816,9 +954,12 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
         for (int i = 0; i < N_FLAGS; i++) { // a shape that was given must be the checkpoint's
             char a[512], b[512];
             const size_t at = flags[i].at;
-            if (!given[i] || at < offsetof(Options, c) || at >= offsetof(Options, c) + sizeof(Config)) continue;
+            if (!given[i] || at < offsetof(Options, c) ||
+                at >= offsetof(Options, c) + sizeof(Config))
+                continue;
             if (strcmp(show_flag(o, &flags[i], a), show_flag(&was, &flags[i], b)))
-                die(USER_ERROR, "--%s: the model in %s has %s, found %s; leave the flag out", flags[i].name, init, b, a);
+                die(USER_ERROR, "--%s: the model in %s has %s, found %s; leave the flag out",
+                    flags[i].name, init, b, a);
         }
         o->c = c;
     }
@@ -827,11 +968,14 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
     if (o->out) {
         if (strlen(o->out) > CKPT_PATH - 128) die(USER_ERROR, "--out: the name is too long");
         strcpy(r->out, o->out);
-        if (ckpt_list(r->out, &steps, &n)) die(USER_ERROR, "--out %s: expected a folder, found %s", o->out, looks_like(o->out));
+        if (ckpt_list(r->out, &steps, &n))
+            die(USER_ERROR, "--out %s: expected a folder, found %s", o->out, looks_like(o->out));
         free(steps);
         if (n && !o->overwrite)
-            die(USER_ERROR, "--out %s holds %d checkpoint%s: --resume %s goes on with that run, --overwrite replaces it", o->out, n,
-                n == 1 ? "" : "s", o->out);
+            die(USER_ERROR,
+                "--out %s holds %d checkpoint%s: --resume %s goes on with that run, --overwrite "
+                "replaces it",
+                o->out, n, n == 1 ? "" : "s", o->out);
     } else {
         struct stat st;
         for (int i = 1;; i++) {
@@ -839,22 +983,29 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
             if (lstat(r->out, &st)) break;
         }
     }
-    if (o->init) read_tokenizer(&r->tok, &o->c, init);
-    else tokenizer_bytes(&r->tok);
+    if (o->init)
+        read_tokenizer(&r->tok, &o->c, init);
+    else
+        tokenizer_bytes(&r->tok);
     if (o->c.vocab_size != r->tok.vocab_size && !o->init)
-        die(USER_ERROR, "--preset %s has a vocabulary of %d and text is read as bytes (256): use this preset with info or --init",
+        die(USER_ERROR,
+            "--preset %s has a vocabulary of %d and text is read as bytes (256): use this preset "
+            "with info or --init",
             o->preset, o->c.vocab_size);
     open_data(&r->data, o, &r->tok);
     show_data(r);
     build(r);
     Err err;
     if (ckpt_lock(r->out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
-    if (o->init) read_weights(&r->m, init);
-    else model_init(&r->m, (uint64_t)o->seed);
+    if (o->init)
+        read_weights(&r->m, init);
+    else
+        model_init(&r->m, (uint64_t)o->seed);
     if (o->overwrite) remove_old_run(r->out);
 }
 
-// Refuses a log or a checkpoint that names another step than its folder, says what changed since, loads.
+// Refuses a log or a checkpoint that names another step than its folder, says what changed since,
+// loads.
 static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
     Options *o = &r->o;
     char out[CKPT_PATH], folder[CKPT_PATH];
@@ -863,8 +1014,10 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
     Err err;
     Config c;
     json_t *j = NULL;
-    if (cl->resume) snprintf(out, sizeof out, "%s", cl->resume);
-    else if (cl->out) snprintf(out, sizeof out, "%s", cl->out);
+    if (cl->resume)
+        snprintf(out, sizeof out, "%s", cl->resume);
+    else if (cl->out)
+        snprintf(out, sizeof out, "%s", cl->out);
     else {
         newest_run(out, "latest");
         if (!*out) die(USER_ERROR, "--resume: no run found in out/; expected --resume FOLDER");
@@ -875,14 +1028,20 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
     if (has_file(out, "trainer.json")) { // one checkpoint of a run
         char *slash = strrchr(out, '/');
         only = step_of(slash ? slash + 1 : out);
-        if (only < 0) die(USER_ERROR, "--resume %s: expected a run's folder or one of its step_N folders", out);
-        if (slash) *slash = 0;
-        else strcpy(out, ".");
+        if (only < 0)
+            die(USER_ERROR, "--resume %s: expected a run's folder or one of its step_N folders",
+                out);
+        if (slash)
+            *slash = 0;
+        else
+            strcpy(out, ".");
     }
     if (o->out && cl->out && strcmp(cl->out, out) && cl->resume)
-        die(USER_ERROR, "--resume %s goes on in that folder; --out %s names another: leave it out", cl->resume, cl->out);
+        die(USER_ERROR, "--resume %s goes on in that folder; --out %s names another: leave it out",
+            cl->resume, cl->out);
     if (ckpt_list(out, &steps, &n) || !n)
-        die(USER_ERROR, "--resume %s: expected the folder of a run with checkpoints, found %s", out, looks_like(out));
+        die(USER_ERROR, "--resume %s: expected the folder of a run with checkpoints, found %s", out,
+            looks_like(out));
     if (ckpt_lock(out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
     // the newest one that is whole; a damaged one is said
     for (int i = n - 1; i >= 0; i--) {
@@ -890,8 +1049,8 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
         if (step_path(folder, out, "", steps[i], "", &err)) die(USER_ERROR, "%s", err.text);
         j = read_trainer(folder, &c, &err);
         if (j && json_integer_value(json_object_get(j, "step")) != steps[i]) {
-            fail(&err, "%s/trainer.json: expected step %lld, found %lld", folder, (long long)steps[i],
-                 (long long)json_integer_value(json_object_get(j, "step")));
+            fail(&err, "%s/trainer.json: expected step %lld, found %lld", folder,
+                (long long)steps[i], (long long)json_integer_value(json_object_get(j, "step")));
             json_decref(j);
             j = NULL;
         }
@@ -899,21 +1058,28 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
             if (!r->m.b) { // every checkpoint of a run has the same flags and shape
                 strcpy(r->out, out);
                 flags_from_json(o, json_object_get(j, "flags"), folder, cl, given);
-                const int64_t was = (int64_t)json_integer_value(json_object_get(json_object_get(j, "flags"), "steps"));
+                const int64_t was = (int64_t)json_integer_value(
+                    json_object_get(json_object_get(j, "flags"), "steps"));
                 if (o->steps != was && o->schedule != SCHEDULE_CONSTANT)
-                    fprintf(stderr, "train_moe: warning: --steps %lld: the schedule was planned for %lld steps; the learning rate continues at %.3g%s\n",
-                            (long long)o->steps, (long long)was, learning_rate(o, steps[i] + 1 < o->steps ? steps[i] + 1 : o->steps),
-                            steps[i] >= was ? ", higher than where it had ended" : "");
+                    fprintf(stderr,
+                        "train_moe: warning: --steps %lld: the schedule was planned for %lld "
+                        "steps; the learning rate continues at %.3g%s\n",
+                        (long long)o->steps, (long long)was,
+                        learning_rate(o, steps[i] + 1 < o->steps ? steps[i] + 1 : o->steps),
+                        steps[i] >= was ? ", higher than where it had ended" : "");
                 o->c = c;
                 o->out = r->out;
-                if (!given[0] && !o->input.n) die(USER_ERROR, "%s: no input in trainer.json", folder);
+                if (!given[0] && !o->input.n)
+                    die(USER_ERROR, "%s: no input in trainer.json", folder);
                 settle(o, given, 1);
                 count_rows(r);
                 read_tokenizer(&r->tok, &o->c, folder);
                 open_data(&r->data, o, &r->tok);
                 json_t *now = data_identity(&r->data);
                 if (!json_equal(now, json_object_get(j, "data")))
-                    fprintf(stderr, "train_moe: warning: the data are not those that this run was trained on: it goes on with the new ones\n");
+                    fprintf(stderr,
+                        "train_moe: warning: the data are not those that this run was trained on: "
+                        "it goes on with the new ones\n");
                 json_decref(now);
                 show_data(r);
                 build(r);
@@ -926,7 +1092,8 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
             j = NULL;
         }
         if (only >= 0 || i == 0) die(USER_ERROR, "%s", err.text);
-        fprintf(stderr, "train_moe: warning: %s; falling back to the checkpoint before it\n", err.text);
+        fprintf(
+            stderr, "train_moe: warning: %s; falling back to the checkpoint before it\n", err.text);
     }
     free(steps);
     if (!j) die(USER_ERROR, "--resume: no checkpoint of step %lld in %s", (long long)only, out);
@@ -944,10 +1111,16 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
     char path[CKPT_PATH + 32];
     r.o = *cl;
     r.saved_step = -1;
-    if (cl->has_resume && cl->overwrite) die(USER_ERROR, "--resume and --overwrite exclude each other: go on with a run, or replace it");
-    if (cl->has_resume && cl->init) die(USER_ERROR, "--resume and --init exclude each other: go on with a run, or start a new one");
-    if (cl->has_resume) start_resumed(&r, cl, given);
-    else start_new(&r, given);
+    if (cl->has_resume && cl->overwrite)
+        die(USER_ERROR,
+            "--resume and --overwrite exclude each other: go on with a run, or replace it");
+    if (cl->has_resume && cl->init)
+        die(USER_ERROR,
+            "--resume and --init exclude each other: go on with a run, or start a new one");
+    if (cl->has_resume)
+        start_resumed(&r, cl, given);
+    else
+        start_new(&r, given);
     const int64_t logged = trim_log(&r);
     snprintf(path, sizeof path, "%s/metrics.jsonl", r.out);
     r.log = fopen(path, "a");
@@ -959,17 +1132,19 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
     sigaction(SIGTERM, &act, NULL);
     r.started = now_s();
     if (r.step > 0 && logged < r.step && r.last) { // stopped between the checkpoint and its line
-        const int best = r.step >= r.o.steps && r.o.eval_every && r.data.val_tokens && !json_object_get(r.last, "val_loss") && validate(&r);
+        const int best = r.step >= r.o.steps && r.o.eval_every && r.data.val_tokens &&
+            !json_object_get(r.last, "val_loss") && validate(&r);
         log_line(&r);
         if (best) mark_best(&r);
     }
     train_loop(&r);
     if (r.step < r.o.steps) {
         if (r.saved_step != r.step) save(&r);
-        printf("stopped at step %lld and saved it; to go on: train_moe --resume %s\n", (long long)r.step, r.out);
+        printf("stopped at step %lld and saved it; to go on: train_moe --resume %s\n",
+            (long long)r.step, r.out);
     } else if (r.best_step) {
-        printf("done: %lld steps in %.1f s; best validation loss %.4f at step %lld: %s/best\n", (long long)r.step, elapsed_s(&r),
-               r.best_val, (long long)r.best_step, r.out);
+        printf("done: %lld steps in %.1f s; best validation loss %.4f at step %lld: %s/best\n",
+            (long long)r.step, elapsed_s(&r), r.best_val, (long long)r.best_step, r.out);
     } else {
         printf("done: %lld steps in %.1f s: %s/latest\n", (long long)r.step, elapsed_s(&r), r.out);
     }
