@@ -84,7 +84,9 @@ static void lively(Model *m) {
 
 /* B sequences of tokens that follow a pattern with some noise, and the next token of each as its
    target; every `ignore`th target is ignored. */
-typedef struct Batch { int B, T, N, valid, *tokens, *targets; } Batch;
+typedef struct Batch {
+    int B, T, N, valid, *tokens, *targets;
+} Batch;
 static Batch new_batch(int B, int T, int V, uint64_t seed, int ignore) {
     Batch x = {
         B, T, B * T, 0, fresh((size_t)B * T, sizeof(int)), fresh((size_t)B * T, sizeof(int))};
@@ -119,7 +121,9 @@ static void *all_logits(Model *m, int N) { // (N,V), of the last forward pass
     return out;
 }
 
-typedef struct Losses { double ce, aux, z; } Losses; // sum; means over MoE layers
+typedef struct Losses {
+    double ce, aux, z;
+} Losses; // sum; means over MoE layers
 static Losses losses_of(const Model *m, const Batch *x) {
     Losses s = {model_state(m).loss * x->valid, 0, 0};
     for (int l = 0; l < m->c.n_layers; l++)
@@ -245,8 +249,10 @@ static Losses naive_model(double *logits, const Model *m, const Batch *in) {
             naive_matvec(branch, weight_of(m, T_ATTN_OUT, l, 0), att + n * Q, C, Q);
             for (int i = 0; i < C; i++) x[n * C + i] += branch[i];
             naive_norm(ln, x + n * C, weight_of(m, T_MLP_NORM, l, 0), C, c->norm_eps);
-            if (is_moe_layer(c, l)) z2 += naive_moe(x + n * C, f, P, ln, m, l);
-            else naive_swiglu(x + n * C, 1, m, T_GATE_UP, l, 0, ln, mlp_width(c, l));
+            if (is_moe_layer(c, l))
+                z2 += naive_moe(x + n * C, f, P, ln, m, l);
+            else
+                naive_swiglu(x + n * C, 1, m, T_GATE_UP, l, 0, ln, mlp_width(c, l));
             if (is_moe_layer(c, l) && c->d_shared)
                 naive_swiglu(x + n * C, 1, m, T_SHARED_GATE_UP, l, 0, ln, c->d_shared);
         }
@@ -267,7 +273,10 @@ static Losses naive_model(double *logits, const Model *m, const Batch *in) {
 
 // ---- the checks of whole models
 
-typedef struct ModelProbe { Model *m; const Batch *x; } ModelProbe;
+typedef struct ModelProbe {
+    Model *m;
+    const Batch *x;
+} ModelProbe;
 static double model_probe(void *p_) { // what model_backward differentiates
     const ModelProbe *p = p_;
     Model *m = p->m;
@@ -315,7 +324,8 @@ static void test_model(int which) {
         for (int k = 0; k < m.table.count; k++) {
             const Tensor *t = &m.table.tensor[k];
             const double e = t->row->trained
-                ? gradient_error(model_probe, &p, param_of(&m, t), g + t->offset, t->count, 2) : 0;
+                ? gradient_error(model_probe, &p, param_of(&m, t), g + t->offset, t->count, 2)
+                : 0;
             check(e <= 1e-6, "%s: error %.3e, limit 1e-06", name_of(t), e);
             if (e > worst) worst = e;
         }
@@ -336,7 +346,8 @@ static void test_model(int which) {
         for (int k = 0; k < m.table.count; k++) {
             const Tensor *t = &m.table.tensor[k];
             const double e = t->row->trained
-                ? error_of(f, grad_of(&s, &s.table.tensor[k]), grad_of(&m, t), t->count) : 0;
+                ? error_of(f, grad_of(&s, &s.table.tensor[k]), grad_of(&m, t), t->count)
+                : 0;
             check(e <= 1e-5, "gradient of %s: error %.3e, limit 1e-05", name_of(t), e);
             if (e > worst) worst = e;
         }
@@ -651,8 +662,10 @@ static void test_variants(int which) {
         model_build(&m[v], &c, backend_cpu(), s, NULL);
         lively(&m[v]);
         m[v].aux_coef = 0.1, m[v].z_coef = 0.1;
-        if (v) poison(&m[v]);
-        else memset(m[v].base[A_SAVED], 0, m[v].used[A_SAVED]);
+        if (v)
+            poison(&m[v]);
+        else
+            memset(m[v].base[A_SAVED], 0, m[v].used[A_SAVED]);
         train(&m[v], STEPS, B, T, log[v]);
     }
     for (int v = 1; v < 4; v++) {
@@ -916,7 +929,7 @@ static float naive_product(const Gemm *g, float c, int i, int j) {
         for (int k = k0; k < g->k && k < k0 + 256; k++) {
             const int ai = a->trans ? k : i, bi = b->trans ? j : k;
             acc = fmaf(a->p[(size_t)(a->idx ? a->idx[ai] : ai) * a->ld + (a->trans ? i : k)],
-                       b->p[(size_t)(b->idx ? b->idx[bi] : bi) * b->ld + (b->trans ? k : j)], acc);
+                b->p[(size_t)(b->idx ? b->idx[bi] : bi) * b->ld + (b->trans ? k : j)], acc);
         }
         c = k0 == 0 && !g->accumulate ? acc : c + acc;
     }
@@ -952,16 +965,18 @@ static void test_products(const char *name, int groups, int large) {
             const int n = large ? 40 + below(450) : sizes[below(12)];
             const int k = large ? 20 + below(60) : depths[below(10)];
             Gemm g = {random_operand(m, k, f & 1, f >> 2 & 1),
-                      random_operand(k, n, tb, !tb && (f >> 3 & 1)), NULL, (size_t)(n + below(3)),
-                      m, n, k, f >> 4 & 1};
+                random_operand(k, n, tb, !tb && (f >> 3 & 1)), NULL, (size_t)(n + below(3)), m, n,
+                k, f >> 4 & 1};
             g.c = fresh(m * g.ldc, sizeof(float)); // NaN where nothing may be read, or written
             for (int j = 0; j < m * n && g.accumulate; j++)
                 g.c[j / n * g.ldc + j % n] = (float)j / 64;
             before[i] = copy_of(g.c, m * g.ldc * sizeof(float));
             list[i] = g;
         }
-        if (groups) gemm_grouped(list, groups, fresh(gemm_scratch_bytes(thread_max()), 1));
-        else gemm_serial(list, fresh(gemm_serial_bytes(), 1));
+        if (groups)
+            gemm_grouped(list, groups, fresh(gemm_scratch_bytes(thread_max()), 1));
+        else
+            gemm_serial(list, fresh(gemm_serial_bytes(), 1));
         for (int i = 0; i < (groups ? groups : 1); i++) {
             const Gemm *g = &list[i];
             for (size_t at = 0; at < g->m * g->ldc; at += large ? 13 : 1) {
@@ -1123,7 +1138,8 @@ static void test_start_values(void) {
             mean += p[j] / (double)t->count, square += p[j] * p[j] / (double)t->count;
         const double std = t->row->init == INIT_RESIDUAL ? 0.01 : 0.02;
         const double noise = 5 / sqrt((double)t->count); // 5 standard errors
-        if (t->cols == 1) check(mean == 1 && square == 1, "%s is not all 1", name_of(t));
+        if (t->cols == 1)
+            check(mean == 1 && square == 1, "%s is not all 1", name_of(t));
         else
             check(fabs(mean) < noise * std && fabs(square / (std * std) - 1) < 1.5 * noise,
                 "%s: mean %g, std %g, not %g", name_of(t), mean, sqrt(square), std);
@@ -1183,14 +1199,20 @@ static uint32_t root_bits(int p, int power) {
     while (hi - lo > 1) {
         const uint64_t mid = lo + (hi - lo) / 2;
         const unsigned __int128 square = (unsigned __int128)mid * mid;
-        if ((power == 2 ? square : square * mid) <= want) lo = mid;
-        else hi = mid;
+        if ((power == 2 ? square : square * mid) <= want)
+            lo = mid;
+        else
+            hi = mid;
     }
     return (uint32_t)lo;
 }
 static uint32_t turn(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-typedef struct Sha { uint32_t h[8], k[64]; unsigned char block[64]; uint64_t bytes; } Sha;
+typedef struct Sha {
+    uint32_t h[8], k[64];
+    unsigned char block[64];
+    uint64_t bytes;
+} Sha;
 static void sha_begin(Sha *s) {
     for (int p = 2, n = 0; n < 64; p++) {
         int d = 2;
@@ -1239,8 +1261,7 @@ static void sha_end(Sha *s, char hex[65]) {
 }
 
 // Weights and moments of a small model after 20 steps, on any little-endian machine.
-static const char hash20[] =
-    "34cdcb162024e503fdd3225b5ad6292166a127c262fdba57fe261ebfaa36c99f";
+static const char hash20[] = "34cdcb162024e503fdd3225b5ad6292166a127c262fdba57fe261ebfaa36c99f";
 static void training_hash(char hex[65]) {
     enum { STEPS = 20, B = 4, T = 32 };
     const Config c = config(256, 2, 64, 4, 2, 16, 6, 3, 48);
@@ -1278,8 +1299,10 @@ static void test_hash(void) {
 
 int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++)
-        if (!strcmp(argv[i], "-v")) verbose = 1;
-        else filter = argv[i];
+        if (!strcmp(argv[i], "-v"))
+            verbose = 1;
+        else
+            filter = argv[i];
     if (!strcmp(filter, "hash")) {
         char hex[65];
         training_hash(hex);
