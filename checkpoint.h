@@ -956,6 +956,7 @@ CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
     config_refuse(
         &f, !json_is_off(json_object_get(root, "use_sliding_window")), "use_sliding_window");
     const json_t *kinds = json_object_get(root, "layer_types");
+    config_refuse(&f, !json_is_off(kinds) && !json_is_array(kinds), "layer_types of this form");
     for (size_t i = 0; i < json_array_size(kinds); i++) {
         const char *kind = json_string_value(json_array_get(kinds, i));
         config_refuse(
@@ -1442,7 +1443,11 @@ CKPT_FN int ckpt_begin(CkptWrite *w, const char *out, int64_t step, Err *err) {
     if (step < 0)
         return fail(err, "a checkpoint of step %lld: expected 0 or more", (long long)step);
     w->step = step;
-    if (make_folders(out, err) || step_path(w->path, out, ".", step, ".tmp", err)) return -1;
+    if (make_folders(out, err)) return -1;
+    if (step_path(w->path, out, ".", step, ".tmp", err)) {
+        w->path[0] = 0; // cut off: another path, which ckpt_abort must not remove
+        return -1;
+    }
     strcpy(w->out, out);
     if (remove_path(w->path, err)) return -1;
     if (!mkdir(w->path, 0777)) return 0;
@@ -1477,7 +1482,13 @@ CKPT_FN int ckpt_link(const char *out, const char *name, int64_t step, Err *err)
 CKPT_FN int ckpt_replace(const char *from, const char *to, const char *old) {
 #if defined(__linux__) && defined(SYS_renameat2)
     enum { EXCHANGE = 2 };
-    if (!syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, EXCHANGE)) return rename(from, old);
+    if (!syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, EXCHANGE)) {
+        if (!rename(from, old)) return 0;
+        int why = errno; // `from` is the old one now, which the caller would remove
+        if (syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, EXCHANGE)) {}
+        errno = why;
+        return -1;
+    }
 #endif
     if (rename(to, old)) return -1;
     if (!rename(from, to)) return 0;

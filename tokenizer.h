@@ -134,28 +134,40 @@ TOK_FN int tokenizer_load(Tokenizer *t, const char *folder, Err *err) {
                  *pre = json_object_get(root, "pre_tokenizer");
     const char *type = json_string_value(json_object_get(model, "type"));
     const char *split = json_string_value(json_object_get(pre, "type"));
+    const json_t *post = json_object_get(root, "post_processor");
+    const char *added = json_string_value(json_object_get(post, "type"));
+    // what must be off: all of it changes the ids
+    const struct {
+        const json_t *in;
+        const char *key;
+    } off[] = {{root, "normalizer"}, {root, "added_tokens"}, {root, "truncation"},
+        {root, "padding"}, {model, "dropout"}, {model, "continuing_subword_prefix"},
+        {model, "end_of_word_suffix"}};
     const char *where = shown(path);
     int rc = 0;
     if (!type || !json_is_object(vocab))
         rc =
             fail(err, "%s: expected a tokenizer with a model and a vocab, found other JSON", where);
-    else if (strcmp(type, "BPE") || json_object_size(vocab) != 256 || json_array_size(merges))
+    else if (strcmp(type, "BPE") || json_object_size(vocab) != 256 || !json_is_off(merges))
         rc = fail(err,
             "%s: expected the byte vocabulary (BPE, 256 tokens, no merges), found %s with %llu "
             "tokens and "
             "%llu merges: this version reads no other",
             where, shown(type), (unsigned long long)json_object_size(vocab),
             (unsigned long long)json_array_size(merges));
-    else if (!json_is_off(json_object_get(root, "normalizer")) ||
-        !json_is_off(json_object_get(root, "added_tokens")))
-        rc = fail(err,
-            "%s: expected no normalizer and no added_tokens beside the 256 bytes, found some",
-            where);
+    else if (!json_is_off(post) && (!added || strcmp(added, "ByteLevel")))
+        rc = fail(err, "%s: expected no post_processor but ByteLevel, found %s", where,
+            added ? shown(added) : "another value");
     else if (!split || strcmp(split, "ByteLevel") ||
         !json_is_off(json_object_get(pre, "add_prefix_space")))
         rc =
             fail(err, "%s: expected the pre_tokenizer ByteLevel without add_prefix_space, found %s",
                 where, split ? shown(split) : "none");
+    for (size_t i = 0; i < sizeof off / sizeof *off && !rc; i++) {
+        if (!json_is_off(json_object_get(off[i].in, off[i].key)))
+            rc = fail(err, "%s: expected no %s beside the 256 bytes, found some", where,
+                off[i].key);
+    }
     for (int i = 0; i < 256 && !rc; i++) {
         char name[3];
         byte_utf8(name, i);

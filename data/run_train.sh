@@ -26,7 +26,7 @@ out=out/tiny-$n
 interrupted=
 trap 'interrupted=1' INT TERM
 status=0
-"${TRAIN:-./train_moe}" train --preset tiny "${inputs[@]}" --out "$out" || status=$?
+"${TRAIN:-./train_moe}" train --preset tiny "${inputs[@]}" --val-fraction 0.03 --out "$out" || status=$?
 [ $status = 0 ] && [ -z "$interrupted" ] || exit $status
 
 cat <<END
