@@ -12,7 +12,7 @@
 #ifndef COMMANDS_H
 #define COMMANDS_H
 
-#include "checkpoint.h"
+#include "run_folder.h" // before gemm.h, whose `real` is a name in jansson.h
 #include "dataloader.h"
 #include "model.h"
 #include "tokenizer.h"

@@ -310,7 +310,8 @@ memory() {
     local start=$SECONDS
     run 2 "$TRAIN" --input "$work/text" --out o --batch 100000 --seq 2048
     refused '--batch' 'available'
-    run 2 "$TRAIN" --input "$work/text" --out o --batch 100 --d-model 65532 --layers 100
+    run 2 "$TRAIN" --input "$work/text" --out o --batch 100 --d-model 65536 --heads 8 \
+        --kv-heads 8 --head-dim 64 --layers 100
     refused 'available'
     [ ! -e o ] || no "a refused run made its folder"
     on_san && return
