@@ -235,7 +235,8 @@ static void help(Options *o, const Command *c) {
         printf("  --%-13s %-5s %s", f->name, kinds[f->type], f->type == CHOICE ? "" : f->help);
         if (f->type == CHOICE) printf("%s", f->help);
         show_flag(o, f, value);
-        if (*value && f->type != SWITCH) printf(" [%s]", value);
+        if (*value && f->type != SWITCH)
+            printf(" [%s]", strcmp(value, "\n") ? value : "a line end");
         putchar('\n');
     }
     if (c->bit == TRAIN) {
@@ -243,6 +244,8 @@ static void help(Options *o, const Command *c) {
         for (int i = 1; i < N_COMMANDS; i++)
             printf("  %-9s %s\n", commands[i].name, commands[i].help);
     }
+    if (fflush(stdout) || ferror(stdout))
+        die(RUN_ERROR, "cannot write to standard output: %s", strerror(errno));
     exit(0);
 }
 
@@ -297,6 +300,9 @@ static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS
                 continue;
             }
             if (code == ':') die(USER_ERROR, "%s: expected a value after it", text);
+            if (code == '?' && optopt > 0 && optopt < 256)
+                die(USER_ERROR, "unknown flag '-%c'; train_moe %s --help lists the flags", optopt,
+                    c->name);
             if (code == '?')
                 die(USER_ERROR, "unknown flag '%s'; train_moe %s --help lists the flags", text,
                     c->name);
@@ -312,6 +318,11 @@ static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS
             if (f->type == SWITCH && optarg)
                 die(USER_ERROR, "--%s takes no value, found '%s'", f->name, optarg);
             const int is_resume = !strcmp(f->name, "resume");
+            if (optarg && optarg == argv[optind - 1] && !strncmp(optarg, "--", 2))
+                die(USER_ERROR,
+                    "--%s: expected a value after it, found the flag '%s' (--%s=%s takes it as it "
+                    "is)",
+                    f->name, optarg, f->name, optarg);
             if (is_resume && !optarg && optind < argc && argv[optind][0] != '-')
                 optarg = argv[optind++];
             if (!pass) {
@@ -384,6 +395,11 @@ static void set_threads(int threads) {
         if (quota > 0 && quota / period < omp_get_max_threads())
             threads = quota < period ? 1 : (int)(quota / period);
     }
+    if (threads > omp_get_num_procs() && !getenv("OMP_WAIT_POLICY"))
+        fprintf(stderr,
+            "train_moe: warning: --threads %d on %d processors: waiting threads get in the way of "
+            "working ones; OMP_WAIT_POLICY=passive makes them sleep\n",
+            threads, omp_get_num_procs());
     if (threads) omp_set_num_threads(threads);
 #else
     if (threads > 1)
@@ -518,8 +534,16 @@ static void progress_line(Run *r, double lr, double balance, const StepState *s,
     fflush(stdout);
 }
 
-/* Keeps the lines of steps 1..step of an earlier process, drops later and torn ones, and learns the
-   best validation loss from them. Returns the last step that has a line. */
+// Whether the line of a step has a validation loss.
+static int eval_due(const Run *r, int64_t step) {
+    const Options *o = &r->o;
+    return o->eval_every && r->data.val_tokens > 0 &&
+        (step == o->steps || step % o->eval_every == 0);
+}
+
+/* Keeps the lines of steps 1..step of an earlier process and learns the best validation loss from
+   them. Drops later and torn ones, and the last one if it still lacks its validation loss: a signal
+   came first, and the caller makes it again. Returns the last step that has a line. */
 static int64_t trim_log(Run *r) {
     char path[CKPT_PATH], tmp[CKPT_PATH + 8], *line = NULL;
     size_t size = 0;
@@ -533,7 +557,8 @@ static int64_t trim_log(Run *r) {
         json_t *j = json_loads(line, 0, NULL);
         const json_t *step = json_object_get(j, "step"), *val = json_object_get(j, "val_loss");
         const int64_t s = json_is_integer(step) ? (int64_t)json_integer_value(step) : -1;
-        if (s > last && s <= r->step) {
+        const int owed = s == r->step && eval_due(r, s) && !json_is_number(val);
+        if (s > last && s <= r->step && !owed) {
             fputs(line, out);
             last = s;
             if (json_is_number(val) && (!r->best_step || json_number_value(val) < r->best_val)) {
@@ -817,8 +842,7 @@ static void stop_bad(Run *r, const StepState *s, int64_t step) {
         int64_t left = s->bad_index;
         while (left >= 0) left -= r->m.table.tensor[++i].row->trained;
         tensor_name(name, sizeof name, &r->m.table.tensor[i], 0);
-        snprintf(what, sizeof what, "the gradient of %s (layer %d) is not finite", name,
-            r->m.table.tensor[i].layer);
+        snprintf(what, sizeof what, "the gradient of %s is not finite", name);
     }
     die(RUN_ERROR,
         "step %lld: %s; no weight was changed by this step; %s%s; a lower --lr, a longer --warmup "
@@ -889,7 +913,7 @@ static void train_loop(Run *r) {
     const Options *o = &r->o;
     const OptimConfig optim = {
         o->beta1, o->beta2, 1e-8, o->weight_decay, o->grad_clip, o->optimizer};
-    const int terminal = isatty(STDOUT_FILENO), can_eval = r->data.val_tokens > 0;
+    const int terminal = isatty(STDOUT_FILENO);
     const int64_t first = r->step;
     double balance;
     r->started = now_s();
@@ -902,10 +926,9 @@ static void train_loop(Run *r) {
         json_decref(r->last);
         r->last = metrics(r, &s, lr, step_s, &balance);
         if (!r->last) die(RUN_ERROR, "no memory for the log");
-        const int last = r->step == o->steps,
-                  due = o->eval_every && (last || r->step % o->eval_every == 0);
+        const int last = r->step == o->steps;
         if (last) save(r); // before the last evaluation: it may take long
-        const int best = due && can_eval && !stop_signal && validate(r);
+        const int best = eval_due(r, r->step) && !stop_signal && validate(r);
         log_line(r);
         progress_line(
             r, lr, balance, &s, (double)r->rows_a_step * o->c.seq_len / step_s, first, terminal);
@@ -1131,11 +1154,23 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
     sigaction(SIGINT, &act, NULL);
     sigaction(SIGTERM, &act, NULL);
     r.started = now_s();
-    if (r.step > 0 && logged < r.step && r.last) { // stopped between the checkpoint and its line
-        const int best = r.step >= r.o.steps && r.o.eval_every && r.data.val_tokens &&
-            !json_object_get(r.last, "val_loss") && validate(&r);
+    if (r.step > 0 && logged < r.step &&
+        r.last) { // stopped between the checkpoint and its line, or before its validation
+        if (eval_due(&r, r.step) && !json_object_get(r.last, "val_loss")) validate(&r);
         log_line(&r);
-        if (best) mark_best(&r);
+    }
+    // stopped before the links were moved, or the newest checkpoint is damaged: make them true
+    const struct {
+        const char *name;
+        int64_t step;
+    } want[] = {{"latest", r.step}, {"best", r.best_step}};
+    for (int i = 0; i < 2; i++) {
+        char folder[CKPT_PATH];
+        Err err;
+        if (want[i].step <= 0 || ckpt_linked(r.out, want[i].name) == want[i].step) continue;
+        if (step_path(folder, r.out, "", want[i].step, "", &err) || !ckpt_complete(folder))
+            continue;
+        if (ckpt_link(r.out, want[i].name, want[i].step, &err)) die(RUN_ERROR, "%s", err.text);
     }
     train_loop(&r);
     if (r.step < r.o.steps) {
@@ -1163,6 +1198,12 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
 int main(int argc, char **argv) {
     static int given[N_FLAGS];
     static Options o;
+    // A closed standard stream must not become the next file that is opened, a log or a checkpoint.
+    for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;)
+        if (fd > STDERR_FILENO) {
+            close(fd);
+            break;
+        }
     signal(SIGPIPE, SIG_IGN); // a closed pipe must not end a run
     signal(SIGXFSZ, SIG_IGN); // a file-size limit is a failed write, with a message
     o = defaults();
