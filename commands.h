@@ -250,11 +250,14 @@ static void read_tokenizer(Tokenizer *t, const Config *c, const char *folder) {
             folder, t->vocab_size, c->vocab_size);
 }
 
-static void open_data(Data *d, const Options *o, const Tokenizer *t) {
+// all_val: every byte of --input is for evaluation, none for training.
+static void open_data(Data *d, const Options *o, const Tokenizer *t, int all_val) {
+    const Paths none = {{NULL}, 0}, *train = all_val ? &none : &o->input;
+    const Paths *val = all_val ? &o->input : &o->val;
     Err err;
     if (!o->input.n)
         die(USER_ERROR, "--input: expected a text file, a folder or a pattern; none was given");
-    if (data_open(d, o->input.at, o->input.n, o->val.at, o->val.n, o->val_fraction, o->c.seq_len,
+    if (data_open(d, train->at, train->n, val->at, val->n, o->val_fraction, o->c.seq_len,
             (uint64_t)o->seed, tokenizer_is_bytes(t) ? NULL : tokenizer_encode,
             (void *)(uintptr_t)t, &err))
         die(USER_ERROR, "%s", err.text);
@@ -461,15 +464,7 @@ static void command_eval(Options *o) {
     find_checkpoint(folder, "--model", o->model);
     read_config(&o->c, folder);
     read_tokenizer(&t, &o->c, folder);
-    if (o->val.n) die(USER_ERROR, "--val: eval reads the texts of --input; drop --val");
-    o->val = o->input; // every byte of the texts is evaluated
-    o->val_fraction = 0;
-    Err err;
-    if (!o->input.n)
-        die(USER_ERROR, "--input: expected a text file, a folder or a pattern; none was given");
-    if (data_open(&d, NULL, 0, o->val.at, o->val.n, 0, o->c.seq_len, 0,
-            tokenizer_is_bytes(&t) ? NULL : tokenizer_encode, &t, &err))
-        die(USER_ERROR, "%s", err.text);
+    open_data(&d, o, &t, 1);
     if (!d.val_targets)
         die(USER_ERROR, "--input: expected at least 2 tokens to evaluate, found fewer");
     ModelShape shape = {batch, o->c.seq_len, 0, 0, 0, 0};

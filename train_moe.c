@@ -894,21 +894,6 @@ static void mark_best(Run *r) {
     if (ckpt_mark_best(r->out, r->step, &err)) die(RUN_ERROR, "%s", err.text);
 }
 
-static void remove_old_run(const char *out) {
-    int64_t *steps;
-    int n;
-    char path[CKPT_PATH];
-    Err err;
-    static const char *const names[] = {"latest", "best", "metrics.jsonl"};
-    for (int i = 0; i < 3; i++)
-        if (snprintf(path, sizeof path, "%s/%s", out, names[i]) < CKPT_PATH) unlink(path);
-    if (ckpt_list(out, &steps, &n)) die(RUN_ERROR, "%s: cannot be read: %s", out, strerror(errno));
-    for (int i = 0; i < n; i++)
-        if (step_path(path, out, "", steps[i], "", &err) || remove_path(path, &err))
-            die(RUN_ERROR, "%s", err.text);
-    free(steps);
-}
-
 static void train_loop(Run *r) {
     const Options *o = &r->o;
     const OptimConfig optim = {
@@ -1015,7 +1000,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
             "--preset %s has a vocabulary of %d and text is read as bytes (256): use this preset "
             "with info or --init",
             o->preset, o->c.vocab_size);
-    open_data(&r->data, o, &r->tok);
+    open_data(&r->data, o, &r->tok, 0);
     show_data(r);
     build(r);
     Err err;
@@ -1024,7 +1009,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
         read_weights(&r->m, init);
     else
         model_init(&r->m, (uint64_t)o->seed);
-    if (o->overwrite) remove_old_run(r->out);
+    if (o->overwrite && ckpt_clear(r->out, &err)) die(RUN_ERROR, "%s", err.text);
 }
 
 // Refuses a log or a checkpoint that names another step than its folder, says what changed since,
@@ -1097,7 +1082,7 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
                 settle(o, given, 1);
                 count_rows(r);
                 read_tokenizer(&r->tok, &o->c, folder);
-                open_data(&r->data, o, &r->tok);
+                open_data(&r->data, o, &r->tok, 0);
                 json_t *now = data_identity(&r->data);
                 if (!json_equal(now, json_object_get(j, "data")))
                     fprintf(stderr,
