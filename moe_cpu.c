@@ -39,7 +39,8 @@ enum {
 };
 
 // Whether a loop of so many elementary steps is worth waking the other threads (some microseconds).
-static inline int worth(size_t steps) { return steps > 50000; }
+// A build without OpenMP asks nowhere.
+__attribute__((unused)) static inline int worth(size_t steps) { return steps > 50000; }
 
 static inline int min_int(int a, int b) { return a < b ? a : b; }
 static inline int max_int(int a, int b) { return a > b ? a : b; }

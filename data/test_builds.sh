@@ -37,7 +37,7 @@ built() { # MAKE'S SETTINGS...
         2>"$work/make.log") ||
         skip "$(grep -v '^make' "$work/make.log" | tail -n 1)"
     $MAKE --no-print-directory "$folder/train_moe" "$@" >"$work/make.log" 2>&1 ||
-        no "does not build: $(grep -E 'error|undefined' "$work/make.log" | head -n 1)"
+        no "does not build: $(grep -E 'error:|undefined reference' "$work/make.log" | head -n 1)"
     echo "$root/$folder/train_moe"
 }
 build() { # [-e EMULATOR] MAKE'S SETTINGS...
