@@ -662,7 +662,22 @@ CKPT_FN int config_check(const Config *c, Err *err) {
     return 0;
 }
 
-/* Writes FOLDER/config.json: a Qwen3-MoE, or without experts a Qwen3. Both the old names
+static const char *const qk_norm_names[] = {"none", "full", "head"};
+static const char *const router_names[] = {"softmax", "sigmoid"};
+
+/* What of a model no Hugging Face architecture that is written here can express; NULL: nothing. Such
+   a model is saved with a model_type of its own, which transformers does not know. */
+CKPT_FN const char *config_own(const Config *c) {
+    return c->n_experts > 1 && c->d_shared ? "a shared expert"
+        : c->n_experts > 1 && c->router    ? "a sigmoid router"
+        : c->qk_norm == QK_NORM_HEAD       ? NULL
+        : c->qk_norm == QK_NORM_NONE       ? "--qk-norm none"
+                                           : "--qk-norm full";
+}
+
+/* Writes FOLDER/config.json: a Qwen3-MoE, or without experts a Qwen3; or "moe_c", this trainer's own
+   model type, with the keys of a Qwen3-MoE and qk_norm, scoring_func (of the router) and
+   shared_expert_intermediate_size besides. Both the old names
    (rope_theta, torch_dtype) and the new ones (rope_parameters, dtype) are written, so that
    transformers 4.51 and later load it. router_aux_loss_coef is this trainer's coefficient divided
    by K: Hugging Face's loss counts each of a token's K experts once (K where ours is 1). type: of
@@ -671,26 +686,22 @@ CKPT_FN int config_write(
     const char *folder, const Config *c, double router_aux_loss_coef, DType type, Err *err) {
     Err why;
     if (config_check(c, &why)) return fail(err, "%s/config.json: %s", shown(folder), why.text);
-    if (c->qk_norm != QK_NORM_HEAD || c->router != ROUTER_SOFTMAX || c->d_shared)
-        return fail(err,
-            "%s/config.json: a model with %s is not a Qwen3 model, and this version saves no "
-            "other",
-            shown(folder),
-            c->qk_norm != QK_NORM_HEAD ? "--qk-norm other than head"
-                : c->d_shared          ? "a shared expert"
-                                       : "a sigmoid router");
-    const int moe = c->n_experts > 1;
+    const int moe = c->n_experts > 1, own = config_own(c) != NULL;
+    const char *class = own ? "MoeCForCausalLM" : moe ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM";
     const char *dtype = type == BF16 ? "bfloat16"
         : type == F16                ? "float16"
         : type == F64                ? "float64"
                                      : "float32";
     int mlp = !moe ? c->d_expert : c->d_dense > 0 ? c->d_dense : c->top_k * c->d_expert;
     json_t *j = json_pack("{s:[s], s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i}",
-        "architectures", moe ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM", "model_type",
-        moe ? "qwen3_moe" : "qwen3", "torch_dtype", dtype, "dtype", dtype, "vocab_size",
-        c->vocab_size, "max_position_embeddings", c->seq_len, "num_hidden_layers", c->n_layers,
-        "hidden_size", c->d_model, "num_attention_heads", c->n_heads, "num_key_value_heads",
-        c->n_kv_heads, "head_dim", c->head_dim, "intermediate_size", mlp);
+        "architectures", class, "model_type",
+        own       ? "moe_c"
+            : moe ? "qwen3_moe"
+                  : "qwen3",
+        "torch_dtype", dtype, "dtype", dtype, "vocab_size", c->vocab_size,
+        "max_position_embeddings", c->seq_len, "num_hidden_layers", c->n_layers, "hidden_size",
+        c->d_model, "num_attention_heads", c->n_heads, "num_key_value_heads", c->n_kv_heads,
+        "head_dim", c->head_dim, "intermediate_size", mlp);
     json_t *more =
         json_pack("{s:s, s:b, s:f, s:b, s:n, s:b, s:f, s:f, s:n, s:{s:s, s:f}, s:b, s:f, s:n, s:n, "
                   "s:n}",
@@ -701,6 +712,12 @@ CKPT_FN int config_write(
             "initializer_range", 0.02, "bos_token_id", "eos_token_id", "pad_token_id");
     int rc = !j || !more || json_object_update(j, more);
     json_decref(more);
+    if (own && !rc) {
+        more = json_pack("{s:s, s:s, s:i}", "qk_norm", qk_norm_names[c->qk_norm], "scoring_func",
+            router_names[c->router], "shared_expert_intermediate_size", c->d_shared);
+        rc = !more || json_object_update(j, more);
+        json_decref(more);
+    }
     if (moe && !rc) {
         more = json_pack("{s:i, s:i, s:i, s:b, s:i, s:f, s:b, s:[]}", "num_experts", c->n_experts,
             "num_experts_per_tok", c->top_k, "moe_intermediate_size", c->d_expert, "norm_topk_prob",
@@ -767,6 +784,21 @@ CKPT_FN int config_bool(ConfigFile *f, const char *key, int fallback) {
     return fallback;
 }
 
+// One of n names, as its place among them.
+CKPT_FN int config_name(ConfigFile *f, const char *key, const char *const *names, int n) {
+    const json_t *j = json_object_get(f->root, key);
+    const char *text = json_string_value(j);
+    for (int i = 0; i < n; i++)
+        if (text && !strcmp(text, names[i])) return i;
+    if (!f->bad)
+        f->bad = fail(f->err, "%s: %s: expected %s, %s%s%s, found %s", f->path, key, names[0],
+            names[1], n > 2 ? " or " : "", n > 2 ? names[2] : "",
+            text    ? shown(text)
+                : j ? "another value"
+                    : "no such key");
+    return 0;
+}
+
 // Refuses a setting that this model does not have.
 CKPT_FN void config_refuse(ConfigFile *f, int is_so, const char *what) {
     if (is_so && !f->bad)
@@ -784,7 +816,7 @@ CKPT_FN int json_is_off(const json_t *j) {
 /* Keys that may be there. Any other key may only say that something is off: a setting that changes
    the model and is not understood must not be passed over. The first group changes nothing that is
    computed here. */
-CKPT_FN int config_key_known(const char *key) {
+CKPT_FN int config_key_known(const char *key, int own) {
     static const char *const keys[] = {
         "_name_or_path",
         "architectures",
@@ -833,8 +865,13 @@ CKPT_FN int config_key_known(const char *key) {
         "use_sliding_window",
         "vocab_size",
     };
+    static const char *const own_keys[] = {
+        "qk_norm", "scoring_func", "shared_expert_intermediate_size"};
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
         if (!strcmp(key, keys[i])) return 1;
+    }
+    for (size_t i = 0; own && i < sizeof own_keys / sizeof *own_keys; i++) {
+        if (!strcmp(key, own_keys[i])) return 1;
     }
     return 0;
 }
@@ -867,7 +904,7 @@ CKPT_FN double config_rope(ConfigFile *f) {
     return theta;
 }
 
-/* Reads FOLDER/config.json of a Qwen3-MoE or Qwen3 model. What this model cannot express is refused
+/* Reads FOLDER/config.json of a Qwen3-MoE, Qwen3 or moe_c model. What this model cannot express is refused
    by name; keys that are absent have the values that transformers gives them. */
 CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
     char path[CKPT_PATH], name[300];
@@ -878,15 +915,17 @@ CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
     ConfigFile f = {root, name, 0, err};
     const char *type = json_string_value(json_object_get(root, "model_type")), *key;
     json_t *value;
-    if (!type || (strcmp(type, "qwen3_moe") && strcmp(type, "qwen3")))
-        f.bad = fail(err, "%s: model_type: expected qwen3_moe or qwen3, found %s", name,
+    const int own = type && !strcmp(type, "moe_c");
+    if (!type || (!own && strcmp(type, "qwen3_moe") && strcmp(type, "qwen3")))
+        f.bad = fail(err, "%s: model_type: expected qwen3_moe, qwen3 or moe_c, found %s", name,
             type ? shown(type) : "none: is this the config.json of a model?");
-    const int moe = !f.bad && !strcmp(type, "qwen3_moe");
+    const int moe = !f.bad &&
+        (own ? !json_is_off(json_object_get(root, "num_experts")) : !strcmp(type, "qwen3_moe"));
     json_object_foreach(root, key, value) {
-        if (!f.bad && !config_key_known(key) && !json_is_off(value))
+        if (!f.bad && !config_key_known(key, own) && !json_is_off(value))
             f.bad = fail(err,
                 "%s: %s: this key is not known here, and it is not off: expected a plain %s model",
-                name, shown(key), moe ? "qwen3_moe" : "qwen3");
+                name, shown(key), type);
     }
     memset(c, 0, sizeof *c);
     c->vocab_size = config_int(&f, "vocab_size", -1);
@@ -901,6 +940,13 @@ CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
     c->qk_norm = QK_NORM_HEAD;
     c->router = ROUTER_SOFTMAX;
     c->norm_topk = 1;
+    if (own) {
+        c->qk_norm = config_name(&f, "qk_norm", qk_norm_names, 3);
+        c->router = config_name(&f, "scoring_func", router_names, 2);
+        const json_t *shared = json_object_get(root, "shared_expert_intermediate_size");
+        if (!json_is_off(shared))
+            c->d_shared = config_int(&f, "shared_expert_intermediate_size", -1);
+    }
     c->tied = config_bool(&f, "tie_word_embeddings", 0);
     c->norm_eps = config_real(&f, root, "rms_norm_eps");
     c->rope_theta = config_rope(&f);

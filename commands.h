@@ -16,9 +16,11 @@
 #include "dataloader.h"
 #include "model.h"
 #include "tokenizer.h"
+#include "watch.h"
 
 #include <time.h>
 
+typedef enum { ROUTING_TOPK, ROUTING_ROUND } Routing;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } Schedule;
 
 enum { MAX_PATHS = 256 };
@@ -32,10 +34,12 @@ typedef struct Options {
     Paths input, val;
     double val_fraction;
     const char *out, *init, *resume, *preset, *model, *prompt;
-    int overwrite, has_resume;
+    int overwrite, has_resume, tsv;
+    double upcycle_noise;
     // the model
     Config c;
-    double aux_loss, z_loss;
+    double aux_loss, z_loss, bias_rate, capacity;
+    int routing, tile;
     // training
     int batch, schedule, optimizer;
     int64_t total_batch, steps, warmup;
@@ -117,6 +121,23 @@ static double now_s(void) {
 static const Backend *backend_of(const Options *o) {
     (void)o; // --device takes cpu alone so far
     return backend_cpu();
+}
+
+// What a model that trains is built for, and what its steps need to know besides.
+static ModelShape train_shape(const Options *o) {
+    ModelShape s = {.B = o->batch,
+        .T = o->c.seq_len,
+        .train = 1,
+        .recompute = o->recompute,
+        .sgd = o->optimizer,
+        .tile = o->routing == ROUTING_ROUND ? o->tile : 0};
+    return s;
+}
+static void set_coefficients(Model *m, const Options *o) {
+    m->aux_coef = o->aux_loss;
+    m->z_coef = o->z_loss;
+    m->bias_rate = o->bias_rate;
+    m->capacity = o->capacity;
 }
 
 // "12.4k", "3.10M"
@@ -411,7 +432,7 @@ static void command_generate(const Options *o) {
         die(USER_ERROR, "--prompt: %s", err.text);
     if (!n_prompt)
         die(USER_ERROR, "--prompt: expected at least one character to start from, found none");
-    ModelShape shape = {1, c.seq_len < 256 ? c.seq_len : 256, c.seq_len, 0, 0, 0};
+    ModelShape shape = {.B = 1, .T = c.seq_len < 256 ? c.seq_len : 256, .cache_len = c.seq_len};
     model_plan(&m, &c, backend_of(o), shape);
     check_memory((double)model_bytes(&m), "use a smaller model");
     model_free(&m);
@@ -467,7 +488,7 @@ static void command_eval(Options *o) {
     open_data(&d, o, &t, 1);
     if (!d.val_targets)
         die(USER_ERROR, "--input: expected at least 2 tokens to evaluate, found fewer");
-    ModelShape shape = {batch, o->c.seq_len, 0, 0, 0, 0};
+    ModelShape shape = {.B = batch, .T = o->c.seq_len};
     model_plan(&m, &o->c, backend_of(o), shape);
     check_memory((double)model_bytes(&m), "lower --batch");
     model_free(&m);
@@ -498,8 +519,6 @@ static double attention_flops(const Config *c) {
 
 static void print_model(const Model *m, FILE *f) {
     const Config *c = &m->c;
-    static const char *const norms[] = {"none", "full", "head"},
-                             *const routers[] = {"softmax", "sigmoid"};
     double total, active;
     char a[32], b[32];
     count_parameters(&m->table, c, &total, &active);
@@ -509,7 +528,7 @@ static void print_model(const Model *m, FILE *f) {
         c->n_layers, c->d_model, c->n_heads, c->n_kv_heads, c->head_dim, c->seq_len, c->vocab_size);
     if (moe_layers(c)) {
         fprintf(f, "experts      %d of width %d, %d a token, %s router%s", c->n_experts,
-            c->d_expert, c->top_k, routers[c->router],
+            c->d_expert, c->top_k, router_names[c->router],
             c->norm_topk ? ", weights renormalised" : "");
         if (c->dense_layers)
             fprintf(f, "; first %d layers dense, width %d", c->dense_layers, c->d_dense);
@@ -518,13 +537,27 @@ static void print_model(const Model *m, FILE *f) {
     } else {
         fprintf(f, "experts      none: a dense MLP of width %d\n", c->d_expert);
     }
-    fprintf(f, "other        qk-norm %s, rope theta %g, norm eps %g, %s head\n", norms[c->qk_norm],
-        c->rope_theta, c->norm_eps, c->tied ? "tied" : "untied");
+    fprintf(f, "other        qk-norm %s, rope theta %g, norm eps %g, %s head\n",
+        qk_norm_names[c->qk_norm], c->rope_theta, c->norm_eps, c->tied ? "tied" : "untied");
     fprintf(f,
         "parameters   %s total, %s active a token (matrices, without the embedding look-up)\n",
         human(total, a), human(active, b));
     fprintf(f, "FLOPs/token  forward %s + attention %s; a training step 3 times that: %.3g\n",
         human(2 * active, a), human(attention_flops(c), b), 3 * (2 * active + attention_flops(c)));
+}
+
+// How training balances its experts.
+static void print_routing(const Options *o, FILE *f) {
+    fprintf(f, "routing      ");
+    if (o->routing == ROUTING_ROUND)
+        fprintf(f, "token rounding to multiples of %d", o->tile);
+    else if (o->capacity < o->c.n_experts / (double)o->c.top_k)
+        fprintf(f, "top-K, at most %g of an even share an expert", o->capacity);
+    else
+        fprintf(f, "dropless top-K");
+    fprintf(f, "; balance loss %g, z-loss %g", o->aux_loss, o->z_loss);
+    if (o->c.router == ROUTER_SIGMOID) fprintf(f, ", selection bias %g a step", o->bias_rate);
+    fputc('\n', f);
 }
 
 static void print_memory(const Model *m, FILE *f) {
@@ -540,19 +573,60 @@ static void print_memory(const Model *m, FILE *f) {
     fprintf(f, "  %-20s %12.3f MB\n", "total", total / 1e6);
 }
 
-static void command_info(Options *o) {
+/* info OUT --tsv: the log of the run and, where its texts are still there, which experts they go to
+   in the checkpoint `folder`. o has the run's flags. */
+static void print_tables(Options *o, const char *folder) {
+    enum { BATCHES = 64 }; // enough for two digits, a few seconds for a small model
+    char path[CKPT_PATH + 32];
+    Model m;
+    Tokenizer t;
+    Data d;
+    Err err;
+    const char *given = o->model ? o->model : folder;
+    snprintf(
+        path, sizeof path, "%s/metrics.jsonl", has_file(given, "metrics.jsonl") ? given : folder);
+    if (!has_file(given, "metrics.jsonl")) // beside the checkpoint
+        snprintf(path, sizeof path, "%s/../metrics.jsonl", folder);
+    if (print_log_tables(stdout, path, o->c.dense_layers, &err)) die(USER_ERROR, "%s", err.text);
+    if (!moe_layers(&o->c)) return;
+    if (!o->input.n) {
+        fprintf(stderr, "train_moe: warning: %s names no texts: no table of them\n", folder);
+        return;
+    }
+    ModelShape shape = {.B = o->batch, .T = o->c.seq_len, .count = 1};
+    read_tokenizer(&t, &o->c, folder);
+    if (data_open(&d, o->input.at, o->input.n, o->val.at, o->val.n, o->val_fraction, shape.T,
+            (uint64_t)o->seed, tokenizer_is_bytes(&t) ? NULL : tokenizer_encode, &t, &err)) {
+        fprintf(stderr, "train_moe: warning: no table of the texts: %s\n", err.text);
+        return;
+    }
+    model_plan(&m, &o->c, backend_of(o), shape);
+    check_memory((double)model_bytes(&m), "use a smaller model");
+    model_free(&m);
+    model_build(&m, &o->c, backend_of(o), shape, NULL);
+    read_weights(&m, folder);
+    int *x = malloc(2 * (size_t)shape.B * shape.T * sizeof *x);
+    if (!x) die(RUN_ERROR, "no memory");
+    print_text_table(stdout, &m, &d, BATCHES, x, x + (size_t)shape.B * shape.T);
+    free(x);
+    data_close(&d);
+    tokenizer_free(&t);
+    model_free(&m);
+}
+
+// folder: of the checkpoint, whose shape and flags are in o; NULL: the flags alone say the shape.
+static void command_info(Options *o, const char *folder) {
     Model m;
     Err err;
-    if (o->model) {
-        char folder[CKPT_PATH];
-        find_checkpoint(folder, "--model", o->model);
-        read_config(&o->c, folder);
-        printf("checkpoint   %s\n", folder);
+    if (o->tsv) {
+        print_tables(o, folder);
+        return;
     }
+    if (folder) printf("checkpoint   %s\n", folder);
     if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
-    ModelShape shape = {o->batch, o->c.seq_len, 0, 1, o->recompute, o->optimizer};
-    model_plan(&m, &o->c, backend_of(o), shape);
+    model_plan(&m, &o->c, backend_of(o), train_shape(o));
     print_model(&m, stdout);
+    if (moe_layers(&o->c)) print_routing(o, stdout);
     printf("memory to train with micro-batches of %d x %d tokens, --recompute %d, %d threads\n",
         o->batch, o->c.seq_len, o->recompute, thread_max());
     print_memory(&m, stdout);
@@ -608,12 +682,11 @@ static void command_bench(Options *o) {
     double total, active, rate[STEPS], share[STEPS], peaks[STEPS];
     const int threads = thread_max();
     if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
-    ModelShape shape = {o->batch, o->c.seq_len, 0, 1, o->recompute, o->optimizer};
-    model_plan(&m, &o->c, backend_of(o), shape);
+    model_plan(&m, &o->c, backend_of(o), train_shape(o));
     check_memory((double)model_bytes(&m), "lower --batch, --seq or the size of the model");
     print_model(&m, stdout);
     model_free(&m);
-    model_build(&m, &o->c, backend_of(o), shape, NULL);
+    model_build(&m, &o->c, backend_of(o), train_shape(o), NULL);
     model_init(&m, 1);
     count_parameters(&m.table, &m.c, &total, &active);
     const double peak = m.b->peak(0.3), product = product_rate(m.b, 1024, PRODUCTS);
@@ -628,7 +701,7 @@ static void command_bench(Options *o) {
         x[i] = (int)(counter_hash(7, 0, i) % (uint64_t)o->c.vocab_size);
     const OptimConfig optim = {
         o->beta1, o->beta2, 1e-8, o->weight_decay, o->grad_clip, o->optimizer};
-    m.aux_coef = o->aux_loss, m.z_coef = o->z_loss;
+    set_coefficients(&m, o);
     for (int s = -2; s < STEPS; s++) {
         const double t = now_s();
         model_begin_step(&m, s + 3, 1e-4, &optim);

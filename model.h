@@ -37,6 +37,8 @@ typedef struct ModelShape {
     int train;     // gradients, moments and saved activations
     int recompute; // 0 | 1 norm outputs | 2 also H
     int sgd;       // no moments
+    int count;     // loads of a step, as training counts them, also without train
+    int tile;      // token rounding in training: multiple of slots that an expert gets; 0 = off
 } ModelShape;
 
 typedef struct Mlp { // a SwiGLU MLP: the experts of a layer, a dense MLP, or the shared expert
@@ -61,8 +63,8 @@ typedef struct Layer {
     grad_t *dWqkv, *dWo, *dWr;
     stat_t *bias;
     // totals of a step, for the log
-    int *count_sum;
-    stat_t *loss_sum; // 2: balance loss, z-loss
+    int *count_sum, *moved; // choices an expert; slots dropped, added
+    stat_t *loss_sum;       // 2: balance loss, z-loss
 } Layer;
 
 enum { MAX_ACCOUNT = 64 };
@@ -102,6 +104,8 @@ typedef struct Model {
     char *step_stats;
     int n_segments;
     double aux_coef, z_coef; // of the loss; divided by layers and micro-batches where they are used
+    double capacity;         // training drops beyond capacity * N K / E slots an expert; < 0 = none
+    double bias_rate;        // of the selection bias, a step
     int reuse_routing;       // tests: take the choice of experts in topk as given
 } Model;
 
@@ -168,6 +172,14 @@ MODEL_FN param_t *vector_of(const Model *m, TensorKind kind, int layer, grad_t *
     return mat_of(m, kind, layer, grad).data;
 }
 
+// Most slots of layer l for N rows: what its buffers are sized for.
+static inline size_t slots_of(const Model *m, int l, size_t N) {
+    const size_t K = mlp_topk(&m->c, l), E = mlp_experts(&m->c, l);
+    if (!m->shape.tile || !is_moe_layer(&m->c, l)) return N * K;
+    const size_t rounded = N * K + E * ((size_t)m->shape.tile - 1);
+    return rounded < N * E ? rounded : N * E;
+}
+
 /* Lays out every arena. A saved buffer of the training model is a working buffer, shared by all
    layers, in a model that only infers, or where it is made again in the backward pass. */
 MODEL_FN void layout(Model *m) {
@@ -193,7 +205,7 @@ MODEL_FN void layout(Model *m) {
     if (s.train && !s.sgd) take(m, A_MOMENTS, "m and v", 2 * m->table.elements, b->grad_size);
 
     for (int l = 0; l < c->n_layers; l++) {
-        const size_t slots = N * mlp_topk(c, l), I = mlp_width(c, l);
+        const size_t slots = slots_of(m, l, N), I = mlp_width(c, l);
         if (slots > max_slots) max_slots = slots;
         if (slots * I > max_sI) max_sI = slots * I;
         if (2 * slots * I > max_I2) max_I2 = 2 * slots * I;
@@ -243,14 +255,15 @@ MODEL_FN void layout(Model *m) {
 
     m->step_stats = NULL;
     m->step_stats_bytes = 0;
-    if (s.train && moe_layers(c)) {
-        const size_t each = (E * sizeof(int) + 2 * stat + 7) / 8 * 8;
+    if ((s.train || s.count) && moe_layers(c)) {
+        const size_t each = ((E + 2) * sizeof(int) + 2 * stat + 7) / 8 * 8;
         m->step_stats_bytes = each * moe_layers(c);
         m->step_stats = take(m, A_WORK, "loads and losses of a step", m->step_stats_bytes, 1);
         for (int l = 0, i = 0; l < c->n_layers; l++) {
             if (!is_moe_layer(c, l) || !m->step_stats) continue;
             m->layer[l].loss_sum = m->step_stats + each * i++;
-            m->layer[l].count_sum = (int *)((char *)m->layer[l].loss_sum + 2 * stat);
+            m->layer[l].moved = (int *)((char *)m->layer[l].loss_sum + 2 * stat);
+            m->layer[l].count_sum = m->layer[l].moved + 2;
         }
     }
 
@@ -260,7 +273,7 @@ MODEL_FN void layout(Model *m) {
     for (int l = 0; l < c->n_layers; l++) {
         Layer *y = &m->layer[l];
         const ArenaId keep = s.train ? A_SAVED : A_WORK;
-        const size_t k = mlp_topk(c, l), I = mlp_width(c, l), slots = N * k;
+        const size_t I = mlp_width(c, l), slots = slots_of(m, l, N);
         const int moe = is_moe_layer(c, l);
         y->norm1 = vector_of(m, T_ATTN_NORM, l, &y->dnorm1);
         y->norm2 = vector_of(m, T_MLP_NORM, l, &y->dnorm2);
@@ -355,6 +368,7 @@ MODEL_FN void model_plan(Model *m, const Config *c, const Backend *b, ModelShape
     m->c = *c;
     m->b = b;
     m->shape = shape;
+    m->capacity = -1;
     m->layer = calloc(c->n_layers, sizeof *m->layer);
     if (!m->layer || tensor_table_build(&m->table, c, b->param_size))
         die(RUN_ERROR, "no memory for the list of tensors of %d layers", c->n_layers);
@@ -377,6 +391,19 @@ MODEL_FN void host_to(
                 buf.f[i] = (float)src[at + i];
         }
         b->to_device((char *)dst + at * size, &buf, k * size);
+    }
+}
+
+MODEL_FN void host_from(const Backend *b, DType type, double *dst, const void *src, size_t n) {
+    union {
+        float f[512];
+        double d[512];
+    } buf;
+    const size_t size = type == F64 ? sizeof(double) : sizeof(float);
+    for (size_t at = 0; at < n; at += 512) {
+        const size_t k = n - at < 512 ? n - at : 512;
+        b->to_host(&buf, (const char *)src + at * size, k * size);
+        for (size_t i = 0; i < k; i++) dst[at + i] = type == F64 ? buf.d[i] : (double)buf.f[i];
     }
 }
 
@@ -496,6 +523,39 @@ MODEL_FN void model_init(Model *m, uint64_t seed) {
     if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
 }
 
+/* Sparse upcycling [Komatsuzaki 2022]: m, which model_init has filled, takes the weights of a dense
+   model of the same shape. Every expert, and the MLP of a layer that stays dense, is a copy of the
+   dense MLP, so that with renormalised weights the logits are the dense model's. Routers keep their
+   start values; a shared expert starts with an output of zero. noise: normal, with this part of the
+   root mean square of each expert's weights as its deviation; the experts differ from the start. */
+MODEL_FN void model_upcycle(Model *m, const Model *dense, double noise, uint64_t seed) {
+    const size_t size = m->b->param_size;
+    for (int i = 0; i < m->table.count; i++) {
+        const Tensor *t = &m->table.tensor[i], *from;
+        if (!t->row->trained || t->row->kind == T_ROUTER || t->row->kind == T_SHARED_GATE_UP)
+            continue;
+        char *dst = m->base[A_PARAMS] + t->offset * size;
+        if (t->row->kind == T_SHARED_DOWN) {
+            m->b->zero(dst, t->count * size);
+            continue;
+        }
+        from = tensor_of(&dense->table, t->row->kind, t->layer);
+        double *v = malloc(t->count * sizeof *v), square = 0;
+        if (!v) die(RUN_ERROR, "no memory for a tensor of %zu weights", t->count);
+        host_from(m->b, m->b->param_type, v, dense->base[A_PARAMS] + from->offset * size, t->count);
+        if (noise > 0 && t->expert >= 0) {
+            const uint64_t id = (uint64_t)1 << 56 | (uint64_t)t->row->kind << 48 |
+                (uint64_t)(t->layer + 1) << 24 | (uint64_t)(t->expert + 1);
+            for (size_t k = 0; k < t->count; k++) square += v[k] * v[k];
+            const double std = noise * __builtin_sqrt(square / (double)t->count);
+            for (size_t k = 0; k < t->count; k++) v[k] += std * counter_normal(seed, id, k);
+        }
+        host_to(m->b, m->b->param_type, dst, v, t->count);
+        free(v);
+    }
+    if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
+}
+
 // -------------------------------------------------------------------------------------------------
 // forward
 
@@ -510,8 +570,10 @@ MODEL_FN Attn attn_of(const Model *m, int B, int T, int decoding) {
 MODEL_FN Router router_of(const Model *m, int N, int micro_batches) {
     const Config *c = &m->c;
     const double share = 1.0 / ((double)moe_layers(c) * micro_batches);
+    // a hair off, so that 1.1 * 10 is 11
+    const double limit = ceil(m->capacity * N * c->top_k / c->n_experts * (1 - 1e-12));
     Router r = {c->router, N, c->d_model, c->n_experts, c->top_k, c->norm_topk, m->aux_coef * share,
-        m->z_coef * share};
+        m->z_coef * share, m->capacity < 0 || limit > N ? N : (int)limit, m->shape.tile};
     return r;
 }
 
@@ -520,17 +582,24 @@ MODEL_FN Plan identity_plan(const Model *m, int N) {
     return p;
 }
 
-// branch = experts(ln2); counting: add loads and balance losses to the step's totals
+// branch = experts(ln2); counting (training): add loads and balance losses to the step's totals, and
+// drop or round slots as the run wants; otherwise routing is dropless top-K
 MODEL_FN void mlp_forward(Model *m, int l, int N, int counting) {
     const Backend *b = m->b;
     Layer *y = &m->layer[l];
     Plan dense = identity_plan(m, N);
     if (is_moe_layer(&m->c, l)) {
+        const Router r = router_of(m, N, 1);
         b->router_forward(y->logits, y->router_lse, y->topk, y->topk_weight, y->count,
             counting ? y->loss_sum : NULL, counting ? y->count_sum : NULL, y->ln2, y->Wr, y->bias,
-            router_of(m, N, 1), m->reuse_routing, m->state, l, m->scratch);
+            r, m->reuse_routing, m->state, l, m->scratch);
         y->plan.rows = N;
-        b->plan_topk(&y->plan, y->topk, y->topk_weight, y->count, N, m->c.top_k, m->c.n_experts);
+        if (counting && (r.tile || r.limit < N))
+            b->plan_select(&y->plan, y->moved, y->topk, y->topk_weight, y->count, y->logits,
+                y->router_lse, r, m->reuse_routing, m->scratch);
+        else
+            b->plan_topk(
+                &y->plan, y->topk, y->topk_weight, y->count, N, m->c.top_k, m->c.n_experts);
     }
     const Plan *p = is_moe_layer(&m->c, l) ? &y->plan : &dense;
     b->expert_up_forward(y->mlp.H, y->ln2, y->mlp.W1, p, m->scratch);
@@ -663,6 +732,10 @@ MODEL_FN void model_update(Model *m, const OptimConfig *o) {
         m->state, m->base[A_GRADS], m->segments, m->n_segments, o->max_norm, m->scratch);
     m->b->update(m->base[A_PARAMS], m->base[A_GRADS], moment(m, 0), moment(m, 1), m->segments,
         m->n_segments, m->state, *o);
+    for (int l = 0; l < m->c.n_layers; l++)
+        if (m->layer[l].bias)
+            m->b->update_bias(
+                m->layer[l].bias, m->layer[l].count_sum, m->c.n_experts, m->bias_rate, m->state);
     if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
 }
 

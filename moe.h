@@ -431,6 +431,9 @@ typedef struct Attn {
 typedef struct Router {
     int kind, N, C, E, K, norm_topk;
     double aux_coef, z_coef; // already divided by the number of MoE layers and of micro-batches
+    // what plan_select makes of the choice: limit = most slots an expert (capacity); tile > 0: round
+    // every expert's slots to a multiple of it, and limit does not count
+    int limit, tile;
 } Router;
 
 /* Shapes that bound the scratch a backend needs: rows in a call, and whether there is a backward
@@ -531,6 +534,14 @@ typedef struct Backend {
     void (*plan_topk)(
         Plan *p, const int *idx, const stat_t *weight, const int *count, int N, int K, int E);
 
+    /* As plan_topk, then a selection over all N rows. Capacity: an expert keeps the `limit` slots of
+       largest weight. Token rounding: expert e gets count_e rounded to a multiple of `tile` (half to
+       even, at most N): its own slots by weight, then the rows of highest probability that had not
+       chosen it, whose weight is the raw score. Ties go to the earlier row. moved[0] += slots
+       dropped, moved[1] += slots added. reuse: the slots are given, only their weights are filled. */
+    void (*plan_select)(Plan *p, int *moved, const int *idx, const stat_t *weight, const int *count,
+        const stat_t *logits, const stat_t *lse, Router r, int reuse, void *scratch);
+
     // H[s] = W1[e] X[row s], for every slot s of expert e;  H (S,2I) = [gate; up], W1 (E,2I,C)
     void (*expert_up_forward)(act_t *H, const act_t *X, Mat W1, const Plan *p, void *scratch);
     // out[r] (+)= sum over the slots of r, in expert order, of weight_s W2[e] (silu(g) * u)[s];
@@ -562,6 +573,10 @@ typedef struct Backend {
     // AdamW (decoupled decay) or SGD over all segments; does nothing when st->bad is set
     void (*update)(param_t *params, const grad_t *grads, grad_t *m, grad_t *v, const Segment *seg,
         int nseg, const StepState *st, OptimConfig o);
+    // selection bias (E): += rate * sign(mean load - load_e), from the choices of a whole step;
+    // nothing when st->bad is set [DeepSeek-V3, auxiliary-loss-free balancing]
+    void (*update_bias)(
+        stat_t *bias, const int *count_sum, int E, double rate, const StepState *st);
 } Backend;
 
 #ifdef __cplusplus

@@ -597,6 +597,139 @@ static void plan_topk(
     p->offsets[0] = 0;
 }
 
+// A row that an expert may take. Better: the larger value, then the earlier row.
+typedef struct Candidate {
+    real value;
+    int row;
+} Candidate;
+static inline int better(Candidate a, Candidate b) {
+    return a.value > b.value || (a.value == b.value && a.row < b.row);
+}
+
+// The last of the n best, 1 <= n <= count; the list is reordered [quickselect, Hoare 1961].
+static Candidate nth_best(Candidate *list, int count, int n) {
+    for (int lo = 0, hi = count - 1; lo < hi;) {
+        const int mid = lo + (hi - lo) / 2;
+        const Candidate a = list[lo], b = list[mid], c = list[hi];
+        const int pivot = better(a, b) ? (better(b, c)          ? mid
+                                                 : better(a, c) ? hi
+                                                                : lo)
+            : better(a, c)             ? lo
+            : better(b, c)             ? hi
+                                       : mid;
+        const Candidate p = list[pivot];
+        int at = lo;
+        list[pivot] = list[hi];
+        for (int i = lo; i < hi; i++) {
+            if (!better(list[i], p)) continue;
+            const Candidate t = list[i];
+            list[i] = list[at];
+            list[at++] = t;
+        }
+        list[hi] = list[at];
+        list[at] = p;
+        if (at == n - 1) break;
+        if (at < n - 1)
+            lo = at + 1;
+        else
+            hi = at - 1;
+    }
+    return list[n - 1];
+}
+
+// How many slots an expert gets of which `count` rows chose it.
+static int selected_count(int count, Router r) {
+    if (!r.tile) return min_int(count, r.limit);
+    int tiles = count / r.tile;
+    const int rest = count % r.tile;
+    tiles += 2 * rest > r.tile || (2 * rest == r.tile && tiles % 2);
+    return min_int(tiles, r.N / r.tile) * r.tile;
+}
+
+/* The rows of expert e, `want` of them, in order. p holds those that chose it; the others are ranked
+   by their probability, or rather by a logarithm of it up to what all rows of e share. */
+static void select_rows(int *out, int want, const Plan *p, int e, const real *logits,
+    const real *lse, Router r, Candidate *list) {
+    const real *weight = (const real *)p->weight + p->offsets[e];
+    const int *own = p->row + p->offsets[e];
+    const int have = p->offsets[e + 1] - p->offsets[e], grows = want > have;
+    int n = 0;
+    if (want == have) memcpy(out, own, have * sizeof(int));
+    if (want == have || want == 0) return;
+    for (int i = 0, row = 0; row < (grows ? r.N : have); row++) {
+        Candidate c = {0, grows ? row : own[row]};
+        const real z = grows ? logits[(size_t)row * r.E + e] : 0;
+        if (!grows)
+            c.value = weight[row];
+        else if (i < have && own[i] == row) {
+            i++;
+            continue;
+        } else
+            c.value = r.kind == ROUTER_SIGMOID ? z : z - lse[row];
+        list[n++] = c;
+    }
+    const Candidate last = nth_best(list, n, grows ? want - have : want);
+    for (int i = 0, row = 0; row < (grows ? r.N : have); row++) {
+        Candidate c = {0, grows ? row : own[row]};
+        const real z = grows ? logits[(size_t)row * r.E + e] : 0;
+        int mine = 0;
+        if (!grows)
+            c.value = weight[row];
+        else if (i < have && own[i] == row)
+            mine = ++i;
+        else
+            c.value = r.kind == ROUTER_SIGMOID ? z : z - lse[row];
+        if (mine || !better(last, c)) *out++ = c.row;
+    }
+}
+
+static void plan_select(Plan *p, int *moved, const int *idx, const stat_t *weight_,
+    const int *count, const stat_t *logits_, const stat_t *lse_, Router r, int reuse,
+    void *scratch) {
+    const real *weight = weight_, *logits = logits_, *lse = lse_;
+    const int N = r.N, E = r.E, K = r.K;
+    if (!reuse) {
+        int *begin = scratch, *row = begin + E + 1; // (E+1), (S)
+        Candidate *lists = (Candidate *)((char *)scratch +
+            round_up(((size_t)E + 1 + p->S_max) * sizeof(int), ARENA_ALIGN));
+        plan_topk(p, idx, weight, count, N, K, E);
+        begin[0] = 0;
+        for (int e = 0; e < E; e++) {
+            const int want = selected_count(count[e], r);
+            begin[e + 1] = begin[e] + want;
+            if (moved) moved[want > count[e]] += abs(want - count[e]);
+        }
+#pragma omp parallel for schedule(dynamic) if (worth((size_t)N * E))
+        for (int e = 0; e < E; e++)
+            select_rows(row + begin[e], begin[e + 1] - begin[e], p, e, logits, lse, r,
+                lists + (size_t)thread_id() * N);
+        memcpy(p->offsets, begin, (E + 1) * sizeof(int));
+        memcpy(p->row, row, begin[E] * sizeof(int));
+        memset(p->row_begin, 0, (N + 1) * sizeof(int));
+        for (int e = 0; e < E; e++)
+            for (int s = begin[e]; s < begin[e + 1]; s++) {
+                p->expert[s] = e;
+                p->row_begin[row[s] + 1]++;
+            }
+        for (int n = 0; n < N; n++) p->row_begin[n + 1] += p->row_begin[n];
+        for (int s = 0; s < begin[E]; s++) p->slot[p->row_begin[row[s]]++] = s;
+        for (int n = N; n > 0; n--) p->row_begin[n] = p->row_begin[n - 1];
+        p->row_begin[0] = 0;
+    }
+    real *slot_weight = p->weight;
+#pragma omp parallel for if (worth((size_t)N * K * 8))
+    for (int s = 0; s < p->offsets[E]; s++) {
+        const size_t n = p->row[s];
+        const int e = p->expert[s];
+        int k = 0;
+        while (k < K && idx[n * K + k] != e) k++;
+        const real z = logits[n * E + e];
+        slot_weight[s] = k < K         ? weight[n * K + k]
+            : r.kind == ROUTER_SIGMOID ? (real)(1 / (1 + exp_d(-z)))
+                                       : (real)exp_d(z - lse[n]);
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // experts
 
@@ -919,6 +1052,18 @@ static void update(param_t *params, const grad_t *grads, grad_t *m_, grad_t *v_,
     }
 }
 
+static void update_bias(
+    stat_t *bias_, const int *count_sum, int E, double rate, const StepState *st) {
+    real *bias = bias_;
+    int64_t total = 0;
+    if (st->bad) return;
+    for (int e = 0; e < E; e++) total += count_sum[e];
+    for (int e = 0; e < E; e++) { // the sign of mean - load, in whole numbers
+        const int64_t d = total - (int64_t)count_sum[e] * E;
+        bias[e] += (real)(rate * ((d > 0) - (d < 0)));
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // memory
 
@@ -970,7 +1115,10 @@ static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
         largest(need, (N / ROUTER_BLOCK + 1) * (E + 1) * r + 2 * threads * E * r); // router_forward
     need =
         largest(need, round_up((N + 3 * threads) * E * r, ARENA_ALIGN) + gemm); // router_backward
-    need = largest(need, list + gemm);                                          // expert products
+    need = largest(need,
+        round_up((E + 1 + s->S_max) * sizeof(int), ARENA_ALIGN) +
+            threads * N * sizeof(Candidate)); // plan_select
+    need = largest(need, list + gemm);        // expert products
     need = largest(need, EACH_THREAD(EXPERT_ROWS * (width + STRIP) * r + serial)); // combine
     need = largest(need,
         EACH_THREAD((EXPERT_ROWS + 1) * width * r + serial + ARENA_ALIGN)); // expert_down_backward
@@ -1024,6 +1172,7 @@ const Backend *backend_cpu(void) {
         router_forward,
         router_backward,
         plan_topk,
+        plan_select,
         expert_up_forward,
         expert_down_forward,
         expert_down_backward,
@@ -1032,6 +1181,7 @@ const Backend *backend_cpu(void) {
         reduce_loss,
         grad_norm,
         update,
+        update_bias,
     };
     return &b;
 }

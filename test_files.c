@@ -57,9 +57,12 @@ __attribute__((format(printf, 2, 3))) static void check(int ok, const char *fmt,
 static void finish(void) {
     check(mem.live == live_before, "%ld pieces of memory not freed", mem.live - live_before);
     failures += check_failed[0] != 0;
-    if (check_failed[0]) printf("FAIL %s: %s\n", check_name, check_failed);
-    else if (skipped) printf("skip %s: %s\n", check_name, skipped);
-    else printf("ok %s\n", check_name);
+    if (check_failed[0])
+        printf("FAIL %s: %s\n", check_name, check_failed);
+    else if (skipped)
+        printf("skip %s: %s\n", check_name, skipped);
+    else
+        printf("ok %s\n", check_name);
     fflush(stdout);
 }
 
@@ -81,8 +84,8 @@ static void refused(int rc, const char *word, const char *other) {
 
 // What the tests themselves need.
 static void must(int ok, const char *what) {
-    if (!ok) die(RUN_ERROR, "%s: not to be had for the tests: %s (%s)", what, err.text,
-            strerror(errno));
+    if (!ok)
+        die(RUN_ERROR, "%s: not to be had for the tests: %s (%s)", what, err.text, strerror(errno));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -133,9 +136,12 @@ static void merge_into(json_t *j, json_t *edit) {
     json_object_foreach(edit, key, value) {
         json_t *old = json_object_get(j, key);
         int gone = json_is_string(value) && !strcmp(json_string_value(value), "-");
-        if (gone) json_object_del(j, key);
-        else if (json_is_object(value) && json_is_object(old)) merge_into(old, value);
-        else json_object_set(j, key, value);
+        if (gone)
+            json_object_del(j, key);
+        else if (json_is_object(value) && json_is_object(old))
+            merge_into(old, value);
+        else
+            json_object_set(j, key, value);
     }
 }
 static void merge(const char *from, const char *to, const char *name, const char *text) {
@@ -149,10 +155,22 @@ static void merge(const char *from, const char *to, const char *name, const char
     json_decref(edit);
 }
 
-static const Config moe_shape = {.vocab_size = 256, .seq_len = 64, .n_layers = 3, .d_model = 48,
-    .n_heads = 4, .n_kv_heads = 2, .head_dim = 8, .n_experts = 5, .top_k = 2, .d_expert = 20,
-    .dense_layers = 1, .d_dense = 36, .qk_norm = QK_NORM_HEAD, .norm_topk = 1,
-    .rope_theta = 10000.5, .norm_eps = 1e-6};
+static const Config moe_shape = {.vocab_size = 256,
+    .seq_len = 64,
+    .n_layers = 3,
+    .d_model = 48,
+    .n_heads = 4,
+    .n_kv_heads = 2,
+    .head_dim = 8,
+    .n_experts = 5,
+    .top_k = 2,
+    .d_expert = 20,
+    .dense_layers = 1,
+    .d_dense = 36,
+    .qk_norm = QK_NORM_HEAD,
+    .norm_topk = 1,
+    .rope_theta = 10000.5,
+    .norm_eps = 1e-6};
 
 // -------------------------------------------------------------------------------------------------
 // data
@@ -162,8 +180,8 @@ typedef struct Numbers {
     size_t count; // of tokens, whatever the text; 0: of its bytes
     uint32_t next;
 } Numbers;
-static int number(void *ctx, const unsigned char *text, size_t n, uint32_t **id, size_t *count,
-    Err *e) {
+static int number(
+    void *ctx, const unsigned char *text, size_t n, uint32_t **id, size_t *count, Err *e) {
     Numbers *numbers = (Numbers *)ctx;
     if (!numbers) return fail(e, "%c%zu: the encoder says no", *text, n);
     *count = numbers->count ? numbers->count : n;
@@ -377,8 +395,10 @@ static void test_inputs(void) {
     if (begin("data/refused/unreadable")) {
         const int root = geteuid() == 0;
         chmod("t/short", 0);
-        if (root && (chmod(".", 0755) || seteuid(65534))) skipped = "root reads everything";
-        else refused(open_data(&d, "t/short", NULL, 0, 8, NULL, NULL), "t/short", "denied");
+        if (root && (chmod(".", 0755) || seteuid(65534)))
+            skipped = "root reads everything";
+        else
+            refused(open_data(&d, "t/short", NULL, 0, 8, NULL, NULL), "t/short", "denied");
         must(!root || !seteuid(0), "root");
         chmod("t/short", 0644);
         finish();
@@ -442,7 +462,10 @@ static void test_inputs(void) {
 // tokenizer
 
 static void test_tokenizer(void) {
-    static const struct { const char *name, *edit, *word; } no[] = { // the edit: see merge_into
+    static const struct {
+        const char *name, *edit, *word;
+    } no[] = {
+        // the edit: see merge_into
         {"other-json", "{\"model\": null}", "a model and a vocab"},
         {"no-type", "{\"model\": {\"type\": null}}", "a model and a vocab"},
         {"unigram", "{\"model\": {\"type\": \"Unigram\"}}", "found Unigram with 256 tokens"},
@@ -463,10 +486,22 @@ static void test_tokenizer(void) {
         {"no-pre-tokenizer", "{\"pre_tokenizer\": null}", "found none"},
         {"prefix-space", "{\"pre_tokenizer\": {\"add_prefix_space\": true}}", "add_prefix_space"},
     };
-    static const struct { int byte; const char *character; } alphabet[] = { // GPT-2's
-        {0, "\xc4\x80"}, {10, "\xc4\x8a"}, {32, "\xc4\xa0"}, {33, "!"}, {126, "~"},
-        {127, "\xc4\xa1"}, {160, "\xc5\x82"}, {161, "\xc2\xa1"}, {173, "\xc5\x83"},
-        {174, "\xc2\xae"}, {255, "\xc3\xbf"},
+    static const struct {
+        int byte;
+        const char *character;
+    } alphabet[] = {
+        // GPT-2's
+        {0, "\xc4\x80"},
+        {10, "\xc4\x8a"},
+        {32, "\xc4\xa0"},
+        {33, "!"},
+        {126, "~"},
+        {127, "\xc4\xa1"},
+        {160, "\xc5\x82"},
+        {161, "\xc2\xa1"},
+        {173, "\xc5\x83"},
+        {174, "\xc2\xae"},
+        {255, "\xc3\xbf"},
     };
     Tokenizer t, u;
     tokenizer_bytes(&t);
@@ -609,14 +644,22 @@ static void test_safe(void) {
         {"name-with-nul", "{\"a\\u0000b\":1}", 0, "expected JSON", NULL},
         {"name-not-utf8", "{\"\xff\":1}", 0, "expected JSON", NULL},
     };
-    static const struct { const char *name; uint64_t length; const char *word; } lengths[] = {
+    static const struct {
+        const char *name;
+        uint64_t length;
+        const char *word;
+    } lengths[] = {
         {"beyond-the-file", 10000, "the beginning of a safetensors file"},
         {"beyond-by-one", sizeof "{" FINE_A "}" + 8, "the beginning of a safetensors file"},
         {"half", 20, "expected JSON"},
         {"of-1", 1, "header length of 1 "},
         {"wraps", UINT64_MAX - 7, "header length of 18446744073709551608 "},
     };
-    static const struct { const char *name, *bytes; size_t n; const char *word; } whole[] = {
+    static const struct {
+        const char *name, *bytes;
+        size_t n;
+        const char *word;
+    } whole[] = {
         {"0-bytes", "", 0, "an empty file of 0 bytes"},
         {"7-bytes", "1234567", 7, "a text file of 7 bytes"},
         {"8-bytes", "\0\0\0\0\0\0\0", 8, "a file of zeros of 8 bytes"},
@@ -627,7 +670,10 @@ static void test_safe(void) {
         {"json", "{\"model_type\": \"qwen3\"}", 23, "a JSON file"},
         {"text", "Call me Ishmael. Some years ago", 31, "a text file"},
     };
-    static const struct { const char *name, *header; size_t data; } yes[] = {
+    static const struct {
+        const char *name, *header;
+        size_t data;
+    } yes[] = {
         {"empty", "{}", 0},
         {"padded", "{" FINE_A ",\"__metadata__\":{\"x\":\"y\"}}   ", 8},
         {"unsorted", "{" ENTRY("b", F, "[2]", "[8,16]") "," FINE_A "}", 16},
@@ -765,7 +811,8 @@ static void test_damage(void) {
 static void test_config(void) {
     static const struct {
         const char *name, *edit, *word;
-    } edits[] = { // word NULL: accepted; the edit: see merge_into
+    } edits[] = {
+        // word NULL: accepted; the edit: see merge_into
         {"act-gelu", "{\"hidden_act\": \"gelu\"}", "hidden_act: expected silu, found gelu"},
         {"sliding-window", "{\"use_sliding_window\": true}", "use_sliding_window"},
         {"sliding-layers", "{\"layer_types\": [\"sliding_attention\"]}", "layer_types"},
@@ -826,8 +873,10 @@ static void test_config(void) {
     if (begin("config/round-trip")) {
         for (int i = 0; i < 16; i++) { // dense or not, tied or not, routed layers, digits
             c = moe_shape;
-            if (i & 1) c.n_experts = c.top_k = 1, c.dense_layers = 0, c.d_dense = c.d_expert;
-            else if (i & 4) c.dense_layers = 3, c.norm_topk = 0;
+            if (i & 1)
+                c.n_experts = c.top_k = 1, c.dense_layers = 0, c.d_dense = c.d_expert;
+            else if (i & 4)
+                c.dense_layers = 3, c.norm_topk = 0;
             c.tied = i >> 1 & 1;
             if (i & 8) c.rope_theta = 1e6 / 3, c.norm_eps = 1e-6 / 3;
             memset(&read, 0xFF, sizeof read);
@@ -849,8 +898,10 @@ static void test_config(void) {
         if (!begin("config/%s/%s", word ? "refused" : "accepted", edits[i].name)) continue;
         merge("cfg", "cfg2", "config.json", edits[i].edit);
         int rc = config_read(&read, "cfg2", &err);
-        if (word) refused(rc, "cfg2/config.json: ", word);
-        else accepted(rc), check(!memcmp(&read, &moe_shape, sizeof read), "as another shape");
+        if (word)
+            refused(rc, "cfg2/config.json: ", word);
+        else
+            accepted(rc), check(!memcmp(&read, &moe_shape, sizeof read), "as another shape");
         finish();
     }
     for (size_t i = 0; i < COUNT(files); i++) {
@@ -884,8 +935,13 @@ static void copy(void *dst, const void *src, size_t n) { memcpy(dst, src, n); }
 static void wait_for_nothing(void) {}
 static const Backend *memory_of(DType type) {
     static Backend b[4];
-    b[type] = (Backend){.name = "memory", .param_type = type, .grad_type = F32, .stat_type = F32,
-        .to_device = copy, .to_host = copy, .sync = wait_for_nothing};
+    b[type] = (Backend){.name = "memory",
+        .param_type = type,
+        .grad_type = F32,
+        .stat_type = F32,
+        .to_device = copy,
+        .to_host = copy,
+        .sync = wait_for_nothing};
     return &b[type];
 }
 
@@ -952,9 +1008,13 @@ static void test_round_trips(void) {
 }
 
 static void test_other_models(void) {
-    static const struct { const char *name, *word, *other; } no[] = {
-        {"wider-experts", "tensor model.layers.1.mlp.experts.0.gate_proj.weight: expected shape "
-            "[24, 48], found [20, 48]", NULL},
+    static const struct {
+        const char *name, *word, *other;
+    } no[] = {
+        {"wider-experts",
+            "tensor model.layers.1.mlp.experts.0.gate_proj.weight: expected shape "
+            "[24, 48], found [20, 48]",
+            NULL},
         {"more-experts", "tensor model.layers.1.mlp.gate.weight", "[6, 48], found [5, 48]"},
         {"more-layers", "tensor model.layers.3.", "is missing"},
         {"fewer-layers", "tensor model.layers.2.", "no place"},
@@ -1047,8 +1107,17 @@ static void test_other_models(void) {
 /* Writes a small model of type `from` whose embedding is in (rows, 256); reads it as a model of
    type `to`, whose embedding is out. */
 static int through_file(int rows, const void *in, DType from, void *out, DType to) {
-    Config c = {.vocab_size = rows, .seq_len = 8, .n_layers = 1, .d_model = 256, .n_heads = 1,
-        .n_kv_heads = 1, .head_dim = 2, .n_experts = 1, .top_k = 1, .d_expert = 1, .tied = 1};
+    Config c = {.vocab_size = rows,
+        .seq_len = 8,
+        .n_layers = 1,
+        .d_model = 256,
+        .n_heads = 1,
+        .n_kv_heads = 1,
+        .head_dim = 2,
+        .n_experts = 1,
+        .top_k = 1,
+        .d_expert = 1,
+        .tied = 1};
     TensorTable t = table_of(&c, from), u = table_of(&c, to);
     unsigned char *p = arena(&t, 1, from, 0), *q = arena(&u, 1, to, 0);
     size_t at = tensor_of(&t, T_EMBED, -1)->offset, there = tensor_of(&u, T_EMBED, -1)->offset;
@@ -1092,20 +1161,22 @@ static void test_types(void) {
     if (begin("model/f64-to-f32")) { // nearest, ties to even; what is too large is refused
         static double in[256] = {1, -0.0, 1 + 0x1p-24, 1 + 0x3p-24, 0.1, 0x1p-149, 0x1p-151, 3.4e38,
             -(double)INFINITY, 1.0 / 3};
-        static const float to[] = {1, -0.0f, 1, 1 + 0x1p-22f, 0.1f, 0x1p-149f, 0, 3.4e38f,
-            -INFINITY, 1.0f / 3};
+        static const float to[] = {
+            1, -0.0f, 1, 1 + 0x1p-22f, 0.1f, 0x1p-149f, 0, 3.4e38f, -INFINITY, 1.0f / 3};
         float out[256];
         accepted(through_file(1, in, F64, out, F32));
         for (size_t i = 0; i < COUNT(to); i++)
             check(!memcmp(&out[i], &to[i], 4), "%.17g is %.9g", in[i], (double)out[i]);
         in[77] = 1e300;
-        refused(through_file(1, in, F64, out, F32), "model/model.safetensors: tensor model.embed_"
-            "tokens.weight: 1e+300 (F64, element 77)", "does not fit into F32");
+        refused(through_file(1, in, F64, out, F32),
+            "model/model.safetensors: tensor model.embed_"
+            "tokens.weight: 1e+300 (F64, element 77)",
+            "does not fit into F32");
         finish();
     }
     if (begin("model/f32-to-bf16")) {
-        static const float from[256] = {1, 1 + 0x1p-8f, 1 + 0x3p-8f, 1 + 0x1.01p-8f, -0.0f,
-            INFINITY, 0x1p-133f, 3.3e38f};
+        static const float from[256] = {
+            1, 1 + 0x1p-8f, 1 + 0x3p-8f, 1 + 0x1.01p-8f, -0.0f, INFINITY, 0x1p-133f, 3.3e38f};
         static const uint16_t to[] = {0x3f80, 0x3f80, 0x3f82, 0x3f81, 0x8000, 0x7f80, 1, 0x7f78};
         float in[256] = {[5] = 3.4e38f, [9] = NAN};
         uint16_t out[256];
@@ -1176,16 +1247,32 @@ static void names_are(const char *path, const char *want) {
 static void no_run(void) { must(!remove_path("o", &err), "o"); }
 
 static void test_names(void) {
-    static const struct { const char *name; int64_t step; } of[] = {
-        {"step_00000000", 0}, {"step_00000100", 100}, {"step_99999999", 99999999},
-        {"step_123456789012", 123456789012}, {"step_1", -1}, {"step_0000001", -1},
-        {"step_000000001", -1}, {"step_0000000a", -1}, {"step_-0000001", -1},
-        {"step_+0000001", -1}, {"step_ 0000001", -1}, {"step_00000001x", -1},
-        {"step_00000001.tmp", -1}, {"step_", -1}, {".step_00000001", -1}, {"Step_00000001", -1},
-        {"step_99999999999999999999999", -1}, {"", -1}, {"latest", -1},
+    static const struct {
+        const char *name;
+        int64_t step;
+    } of[] = {
+        {"step_00000000", 0},
+        {"step_00000100", 100},
+        {"step_99999999", 99999999},
+        {"step_123456789012", 123456789012},
+        {"step_1", -1},
+        {"step_0000001", -1},
+        {"step_000000001", -1},
+        {"step_0000000a", -1},
+        {"step_-0000001", -1},
+        {"step_+0000001", -1},
+        {"step_ 0000001", -1},
+        {"step_00000001x", -1},
+        {"step_00000001.tmp", -1},
+        {"step_", -1},
+        {".step_00000001", -1},
+        {"Step_00000001", -1},
+        {"step_99999999999999999999999", -1},
+        {"", -1},
+        {"latest", -1},
     };
-    static const char *const almost[] = {"step_1", "step_000000001", "step_0000000a",
-        "step_00000007", ".step_00000009.tmp"};
+    static const char *const almost[] = {
+        "step_1", "step_000000001", "step_0000000a", "step_00000007", ".step_00000009.tmp"};
     if (begin("run/names")) {
         for (size_t i = 0; i < COUNT(of); i++) {
             int64_t step = step_of(of[i].name);
@@ -1320,14 +1407,16 @@ static void test_run(void) {
         folder("o/.step_00000006.del"), folder("o/.other.tmp"), folder("o/.step_x.tmp");
         folder("o/.step_00000007.bak");
         must(!symlink("../p", "o/.step_00000005.tmp/link") &&
-            !rename("o/step_00000001", "o/.step_00000001.old") &&
-            !symlink("p", "o/.step_00000008.old") && !mkdir("o/step_00000008", 0777) &&
-            !mkdir("o/.step_00000002.old", 0777), "o");
+                !rename("o/step_00000001", "o/.step_00000001.old") &&
+                !symlink("p", "o/.step_00000008.old") && !mkdir("o/step_00000008", 0777) &&
+                !mkdir("o/.step_00000002.old", 0777),
+            "o");
         list_is("o", "2 3");
         accepted(ckpt_lock("o", &lock, &err));
         close(lock);
         list_is("o", "1 2 3");
-        names_are("o", ".lock .other.tmp .step_00000007.bak .step_x.tmp latest p step_00000001 "
+        names_are("o",
+            ".lock .other.tmp .step_00000007.bak .step_x.tmp latest p step_00000001 "
             "step_00000002 step_00000003 step_00000008 ");
         check(tag_of("o/step_00000001") == 10 && tag_of("o/step_00000002") == 20, "wrong ones");
         check(tag_of("o/p/step_00000002") == 21, "a link was followed");
@@ -1434,9 +1523,16 @@ static int do_task(size_t task, const TensorTable *t, void *p) {
 }
 
 static void test_faults(void) {
-    static const struct { const char *name; int code, no_exchange; } way[] = {
-        {"killed", DIES, 0}, {"killed/without-exchange", DIES, 1}, {"disk-full", ENOSPC, 0},
-        {"io-error", EIO, 0}, {"io-error/without-exchange", EIO, 1}, {"interrupted", EINTR, 0},
+    static const struct {
+        const char *name;
+        int code, no_exchange;
+    } way[] = {
+        {"killed", DIES, 0},
+        {"killed/without-exchange", DIES, 1},
+        {"disk-full", ENOSPC, 0},
+        {"io-error", EIO, 0},
+        {"io-error/without-exchange", EIO, 1},
+        {"interrupted", EINTR, 0},
     };
     for (size_t i = 0; i < COUNT(way); i++) {
         if (!begin("fault/%s", way[i].name)) continue;

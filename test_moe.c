@@ -425,7 +425,7 @@ static void test_optimiser(const Backend *b, int sgd, double limit) {
 static void test_references(void) {
     const int mark = pooled;
     const double one[4] = {1, 1, 1, 1}, logits[4] = {2, 1, 0, -1}, zero[8] = {0}, sure[8] = {60};
-    Router r = {ROUTER_SOFTMAX, 1, 1, 4, 2, 0, 0, 0};
+    Router r = {ROUTER_SOFTMAX, 1, 1, 4, 2, 0, 0, 0, 1, 0};
     if (begin("reference/router")) {
         const Routed raw = route(one, logits, NULL, r, NULL, 0);
         r.norm_topk = 1;
@@ -717,7 +717,7 @@ static void test_choices(void) {
     const int mark = pooled;
     const double *Wr = normals(E * C, 1, 0), *zero = normals(E * C, 0, 0);
     for (int kind = 0; kind < 2; kind++) {
-        const Router r = {kind, N, C, E, K, 1, 0, 0};
+        const Router r = {kind, N, C, E, K, 1, 0, 0, N, 0};
         for (int i = 0; i < 3; i++) {
             if (!begin("routing/%s-%s", kind_name[kind], bad_name[i])) continue;
             double *X = normals(N * C, 1, 0);
@@ -737,7 +737,7 @@ static void test_choices(void) {
         }
         if (!begin("routing/%s-ties", kind_name[kind])) continue;
         const double some[6] = {0, 1, 0, 1, 1, 0}, one = 1;
-        const Router small = {kind, 1, 1, 6, K, 1, 0, 0};
+        const Router small = {kind, 1, 1, 6, K, 1, 0, 0, 1, 0};
         for (int threads = 1; threads < 4; threads++) {
             set_threads(threads);
             const Routed o = route(normals(N * C, 1, 0), zero, NULL, r, NULL, 0);

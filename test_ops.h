@@ -478,8 +478,8 @@ OP(op_router) {
     void *scratch = scratch_for(o, b);
     int *count = fresh(E, sizeof(int));
     StepState st = {0};
-    const Router r = {
-        o->c.router, N, o->c.d_model, E, K, o->c.norm_topk, get(b, dy[1], 0), get(b, dy[2], 0)};
+    const Router r = {o->c.router, N, o->c.d_model, E, K, o->c.norm_topk, get(b, dy[1], 0),
+        get(b, dy[2], 0), N, 0};
     const Mat w = mat(b, x[1], 1, E, o->c.d_model);
     memset(sums, 0, 2 * b->stat_size);
     for (int e = 0; e < E; e++) put(b, bias, e, 0.1 * e);

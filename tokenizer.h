@@ -165,8 +165,8 @@ TOK_FN int tokenizer_load(Tokenizer *t, const char *folder, Err *err) {
                 where, split ? shown(split) : "none");
     for (size_t i = 0; i < sizeof off / sizeof *off && !rc; i++) {
         if (!json_is_off(json_object_get(off[i].in, off[i].key)))
-            rc = fail(err, "%s: expected no %s beside the 256 bytes, found some", where,
-                off[i].key);
+            rc =
+                fail(err, "%s: expected no %s beside the 256 bytes, found some", where, off[i].key);
     }
     for (int i = 0; i < 256 && !rc; i++) {
         char name[3];

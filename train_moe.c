@@ -53,7 +53,10 @@ static const Flag flags[] = {
         "folder of the run; default: the next free out/run-N"},
     {"overwrite", SWITCH, AT(overwrite), 0, 0, TRAIN | RUN_ONLY,
         "replace the run that is in --out"},
-    {"init", TEXT, AT(init), 0, 0, TRAIN, "start from the weights of this checkpoint"},
+    {"init", TEXT, AT(init), 0, 0, TRAIN,
+        "start from the weights of this checkpoint; with --experts: upcycle a dense one"},
+    {"upcycle-noise", REAL, AT(upcycle_noise), 0, 10, TRAIN,
+        "noise on every upcycled expert, in parts of the weights' root mean square"},
     {"resume", TEXT, AT(resume), 0, 0, TRAIN | RUN_ONLY,
         "go on with the run in this folder; default: the newest in out/"},
     {"model", TEXT, AT(model), 0, 0, GENERATE | EVAL | INFO | RUN_ONLY,
@@ -70,13 +73,28 @@ static const Flag flags[] = {
     {"topk", INT, AT(c.top_k), 1, 1 << 16, SHAPED, "experts a token"},
     {"d-expert", INT, AT(c.d_expert), 1, 1 << 24, SHAPED,
         "width of an expert (of the MLP when dense)"},
+    {"d-shared", INT, AT(c.d_shared), 0, 1 << 24, SHAPED,
+        "width of a shared expert, which every token takes; 0 = none"},
+    {"dense-layers", INT, AT(c.dense_layers), 0, MAX_LAYERS, SHAPED,
+        "first layers with a dense MLP of the width of a token's experts"},
+    {"qk-norm", CHOICE, AT(c.qk_norm), 0, 0, SHAPED,
+        "none|full|head norm of queries and keys: full = over all heads together"},
+    {"router", CHOICE, AT(c.router), 0, 0, SHAPED,
+        "softmax|sigmoid scores; sigmoid chooses with a selection bias that balances the load"},
     {"norm-topk", INT, AT(c.norm_topk), 0, 1, SHAPED,
         "renormalise the weights of a token's experts"},
     {"tied", INT, AT(c.tied), 0, 1, SHAPED, "output head = embedding"},
     {"rope-theta", REAL, AT(c.rope_theta), 1, 1e9, SHAPED, "base of the rotary embedding"},
     {"norm-eps", REAL, AT(c.norm_eps), 1e-12, 0.1, SHAPED, "epsilon of the norms"},
-    {"aux-loss", REAL, AT(aux_loss), 0, 100, TRAIN | BENCH, "coefficient of the balance loss"},
-    {"z-loss", REAL, AT(z_loss), 0, 100, TRAIN | BENCH, "coefficient of the router z-loss"},
+    {"aux-loss", REAL, AT(aux_loss), 0, 100, SHAPED, "coefficient of the balance loss"},
+    {"z-loss", REAL, AT(z_loss), 0, 100, SHAPED, "coefficient of the router z-loss"},
+    {"bias-rate", REAL, AT(bias_rate), 0, 1, SHAPED,
+        "step of the sigmoid router's selection bias; 0 = it stays"},
+    {"routing", CHOICE, AT(routing), 0, 0, SHAPED,
+        "topk|round in training; round: every expert's tokens to a multiple of --tile"},
+    {"tile", INT, AT(tile), 1, 1 << 16, SHAPED, "tokens that --routing round rounds to"},
+    {"capacity", REAL, AT(capacity), 0, 1e9, SHAPED,
+        "an expert drops its weakest tokens in training beyond this much of an even share"},
     {"batch", INT, AT(batch), 1, 1 << 24, SHAPED | EVAL, "sequences in a micro-batch"},
     {"seq", INT, AT(c.seq_len), 1, 1 << 24, SHAPED, "tokens in a sequence"},
     {"total-batch", LONG, AT(total_batch), 0, 1e12, TRAIN,
@@ -112,6 +130,8 @@ static const Flag flags[] = {
     {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | ANEW,
         "threads; 0 = as many as this process may use"},
     {"seed", LONG, AT(seed), 0, 9e15, TRAIN | GENERATE, "seed of everything random"},
+    {"tsv", SWITCH, AT(tsv), 0, 0, INFO | RUN_ONLY,
+        "a run's losses, expert loads and experts by text as tables, for data/plot.gp"},
     {"profile", SWITCH, AT(profile), 0, 0, TRAIN | RUN_ONLY,
         "print where the time went at the end"},
     {"prompt", TEXT, AT(prompt), 0, 0, GENERATE, "text to go on from"},
@@ -255,6 +275,9 @@ static Options defaults(void) {
     apply_preset(&o, "tiny");
     o.val_fraction = 0.1;
     o.grad_clip = 1;
+    o.bias_rate = 0.001;
+    o.capacity = 1e9;
+    o.tile = 128;
     o.log_every = 1;
     o.keep = 3;
     o.seed = 1;
@@ -280,6 +303,7 @@ static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS
                 "expected a command (train, generate, eval, info, bench) or a flag, found '%s'",
                 argv[1]);
         first = 2;
+        if (c->bit == INFO && argc > 2 && argv[2][0] != '-') o->model = argv[first++]; // info OUT
     }
     for (i = 0; i < N_FLAGS; i++) {
         const int optional = flags[i].type == SWITCH || !strcmp(flags[i].name, "resume");
@@ -345,6 +369,41 @@ static int was_given(const int given[N_FLAGS], const char *name) {
     return 0;
 }
 
+// Refuses flags about routing that this model or that routing would pass over.
+static void settle_routing(const Options *o, const int given[N_FLAGS]) {
+    const Config *c = &o->c;
+    if (c->n_experts == 1) {
+        static const char *const routed[] = {"d-shared", "dense-layers", "bias-rate", "capacity"};
+        for (size_t i = 0; i < sizeof routed / sizeof *routed; i++)
+            if (was_given(given, routed[i]))
+                die(USER_ERROR,
+                    "--%s: expected a model with --experts 2 or more, found a dense one",
+                    routed[i]);
+        if (c->router != ROUTER_SOFTMAX || o->routing != ROUTING_TOPK)
+            die(USER_ERROR, "--%s: expected a model with --experts 2 or more, found a dense one",
+                c->router != ROUTER_SOFTMAX ? "router sigmoid" : "routing round");
+        return;
+    }
+    if (c->dense_layers >= c->n_layers)
+        die(USER_ERROR, "--dense-layers: expected fewer than the %d layers, found %d", c->n_layers,
+            c->dense_layers);
+    if (was_given(given, "bias-rate") && c->router != ROUTER_SIGMOID)
+        die(USER_ERROR, "--bias-rate: expected --router sigmoid, found softmax, which has no bias");
+    if (o->routing != ROUTING_ROUND) {
+        if (was_given(given, "tile"))
+            die(USER_ERROR, "--tile: expected --routing round, found topk, which rounds nothing");
+        return;
+    }
+    if (was_given(given, "capacity"))
+        die(USER_ERROR,
+            "--capacity: expected --routing topk, found round, which sets every expert's tokens");
+    if (o->tile > (int64_t)o->batch * c->seq_len)
+        die(USER_ERROR,
+            "--tile: expected at most the --batch %d x --seq %d = %lld tokens of a micro-batch, "
+            "found %d",
+            o->batch, c->seq_len, (long long)o->batch * c->seq_len, o->tile);
+}
+
 // What depends on several flags. from_file: the shape of the model was read, not given.
 static void settle(Options *o, const int given[N_FLAGS], int from_file) {
     Err err;
@@ -366,6 +425,7 @@ static void settle(Options *o, const int given[N_FLAGS], int from_file) {
         }
         c->d_dense = c->top_k * c->d_expert;
     }
+    settle_routing(o, given);
     if (c->top_k > c->n_experts)
         die(USER_ERROR, "--topk: expected at most --experts %d, found %d", c->n_experts, c->top_k);
     if (c->n_heads % c->n_kv_heads)
@@ -421,6 +481,7 @@ typedef struct Run {
     Generator gen;
     Tokenizer tok;
     Data data;
+    Watch watch;
     int *x, *y;
     int micro_batches, rows_a_step, lock;
     int64_t step, saved_step; // last finished step; last step saved in this process, -1 = none
@@ -457,43 +518,20 @@ static double learning_rate(const Options *o, int64_t step) {
 // -------------------------------------------------------------------------------------------------
 // log
 
-/* One line of metrics.jsonl as an object; val is NULL when nothing was measured. Balance, the
-   losses of the router and dead experts are those of the whole step, all its micro-batches
-   together. */
-static json_t *metrics(Run *r, const StepState *s, double lr, double step_s, double *balance) {
-    const Config *c = &r->m.c;
-    double aux = 0, z = 0;
-    int dead = 0;
-    *balance = 1;
-    if (r->m.step_stats) {
-        char *host = malloc(r->m.step_stats_bytes);
-        if (!host) die(RUN_ERROR, "no memory");
-        r->m.b->to_host(host, r->m.step_stats, r->m.step_stats_bytes);
-        for (int l = 0; l < c->n_layers; l++) {
-            if (!is_moe_layer(c, l)) continue;
-            const float *loss =
-                (const float *)(host + ((char *)r->m.layer[l].loss_sum - r->m.step_stats));
-            const int *count =
-                (const int *)(host + ((char *)r->m.layer[l].count_sum - r->m.step_stats));
-            const double share = 1.0 / ((double)moe_layers(c) * r->micro_batches);
-            double most = 0, sum = 0;
-            for (int e = 0; e < c->n_experts; e++) {
-                if (count[e] > most) most = count[e];
-                sum += count[e];
-                dead += !count[e];
-            }
-            if (most / (sum / c->n_experts) > *balance) *balance = most / (sum / c->n_experts);
-            aux += loss[0] * share;
-            z += loss[1] * share;
-        }
-        free(host);
-    }
-    const double tokens = (double)r->rows_a_step * c->seq_len;
-    return json_pack("{s:I, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:i, s:f, s:f, s:f}", "step",
-        (json_int_t)r->step, "tokens", (json_int_t)(r->step * (int64_t)tokens), "loss", s->loss,
-        "lr", lr, "grad_norm", s->grad_norm, "aux_loss", aux, "z_loss", z, "balance", *balance,
-        "dead_experts", dead, "step_ms", step_s * 1e3, "tok_per_s", tokens / step_s, "elapsed_s",
-        elapsed_s(r));
+/* One line of metrics.jsonl as an object. Balance, the losses of the router and dead experts are
+   those of the whole step, all its micro-batches together. */
+static json_t *metrics(Run *r, const StepState *s, double lr, double step_s) {
+    const StepLoad *load = &r->watch.now;
+    const int64_t tokens = (int64_t)r->rows_a_step * r->o.c.seq_len;
+    json_t *line = json_pack("{s:I, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:i, s:f, s:f, s:f}", "step",
+        (json_int_t)r->step, "tokens", (json_int_t)(r->step * tokens), "loss", s->loss, "lr", lr,
+        "grad_norm", s->grad_norm, "aux_loss", load->aux, "z_loss", load->z, "balance", load->worst,
+        "dead_experts", load->all_dead, "step_ms", step_s * 1e3, "tok_per_s",
+        (double)tokens / step_s, "elapsed_s", elapsed_s(r));
+    const int selecting =
+        r->o.routing == ROUTING_ROUND || r->o.capacity < r->o.c.n_experts / (double)r->o.c.top_k;
+    if (!line || watch_log(&r->watch, line, r->step, tokens, selecting)) return NULL;
+    return line;
 }
 
 static void log_line(Run *r) {
@@ -515,8 +553,8 @@ static void show_time(char buf[32], double s) {
 
 // step  120/2000 | loss 1.832 | val 1.904 | norm 0.71 | lr 9.8e-04 | 12.4k tok/s | balance 1.06 |
 // 01:12 < 18:40
-static void progress_line(Run *r, double lr, double balance, const StepState *s, double tok_per_s,
-    int64_t first, int terminal) {
+static void progress_line(
+    Run *r, double lr, const StepState *s, double tok_per_s, int64_t first, int terminal) {
     char val[32] = "", bal[32] = "", rate[32], done[32], left[32];
     const json_t *v = json_object_get(r->last, "val_loss");
     const int64_t steps = r->o.steps;
@@ -524,7 +562,9 @@ static void progress_line(Run *r, double lr, double balance, const StepState *s,
     const double each = (now_s() - r->started) / (double)(r->step - first);
     if (!r->o.log_every || (r->step % r->o.log_every && r->step != steps && !v)) return;
     if (v) snprintf(val, sizeof val, " | val %.3f", json_number_value(v));
-    if (r->m.step_stats) snprintf(bal, sizeof bal, " | balance %.2f", balance);
+    if (r->m.step_stats) snprintf(bal, sizeof bal, " | balance %.2f", r->watch.now.worst);
+    if (r->watch.now.all_dead)
+        snprintf(bal + strlen(bal), sizeof bal - strlen(bal), " (%d dead)", r->watch.now.all_dead);
     show_time(done, elapsed_s(r));
     show_time(left, each * (double)(steps - r->step));
     printf("%sstep %*lld/%lld | loss %.3f%s | norm %.2f | lr %.1e | %s tok/s%s | %s < %s%s",
@@ -753,10 +793,9 @@ static json_t *read_trainer(const char *folder, Config *c, Err *err) {
 static void build(Run *r) {
     const Options *o = &r->o;
     const Backend *b = backend_of(o);
-    ModelShape shape = {o->batch, o->c.seq_len, 0, 1, o->recompute, o->optimizer};
     const int T = SAMPLE_T < o->c.seq_len ? SAMPLE_T : o->c.seq_len;
-    ModelShape sampler = {1, T, o->c.seq_len, 0, 0, 0};
-    model_plan(&r->m, &o->c, b, shape);
+    ModelShape sampler = {.B = 1, .T = T, .cache_len = o->c.seq_len};
+    model_plan(&r->m, &o->c, b, train_shape(o));
     model_plan(&r->sampler, &o->c, b, sampler);
     r->sampler.borrowed = 1;
     const double need = (double)model_bytes(&r->m) + (double)model_bytes(&r->sampler);
@@ -775,10 +814,10 @@ static void build(Run *r) {
     model_free(&r->sampler);
     check_memory(need,
         "lower --batch (with --total-batch), --seq or the size of the model, or raise --recompute");
-    model_build(&r->m, &o->c, b, shape, NULL);
+    model_build(&r->m, &o->c, b, train_shape(o), NULL);
     model_build(&r->sampler, &o->c, b, sampler, &r->m);
-    r->m.aux_coef = o->aux_loss;
-    r->m.z_coef = o->z_loss;
+    set_coefficients(&r->m, o);
+    watch_open(&r->watch, &r->m.c);
     generator_open(&r->gen, &r->sampler);
     r->x = malloc(2 * (size_t)o->batch * o->c.seq_len * sizeof *r->x);
     if (!r->x) die(RUN_ERROR, "no memory");
@@ -899,8 +938,7 @@ static void train_loop(Run *r) {
     const OptimConfig optim = {
         o->beta1, o->beta2, 1e-8, o->weight_decay, o->grad_clip, o->optimizer};
     const int terminal = isatty(STDOUT_FILENO);
-    const int64_t first = r->step;
-    double balance;
+    const int64_t first = r->step, tokens = (int64_t)r->rows_a_step * o->c.seq_len;
     r->started = now_s();
     while (r->step < o->steps && !stop_signal) {
         const double t = now_s(), lr = learning_rate(o, r->step + 1);
@@ -909,14 +947,15 @@ static void train_loop(Run *r) {
         r->t_step += step_s;
         r->step++;
         json_decref(r->last);
-        r->last = metrics(r, &s, lr, step_s, &balance);
+        watch_fetch(&r->watch, &r->m, r->micro_batches);
+        r->last = metrics(r, &s, lr, step_s);
         if (!r->last) die(RUN_ERROR, "no memory for the log");
         const int last = r->step == o->steps;
         if (last) save(r); // before the last evaluation: it may take long
         const int best = eval_due(r, r->step) && !stop_signal && validate(r);
         log_line(r);
-        progress_line(
-            r, lr, balance, &s, (double)r->rows_a_step * o->c.seq_len / step_s, first, terminal);
+        progress_line(r, lr, &s, (double)tokens / step_s, first, terminal);
+        watch_step(&r->watch, r->step, tokens);
         if (!last && (stop_signal || (o->save_every && r->step % o->save_every == 0))) save(r);
         if (best) mark_best(r);
         if (r->saved_step == r->step) prune(r);
@@ -945,30 +984,55 @@ static void print_profile(const Run *r) {
         printf("profile: %-15s %9.3f s %5.1f%%\n", part[i].name, part[i].s, 100 * part[i].s / all);
 }
 
+// A shape that was given must be that of the model in `folder`.
+static void check_shape(
+    const Options *o, const int given[N_FLAGS], const Config *c, const char *folder) {
+    Options asked = *o, has = *o;
+    has.c = *c;
+    for (int i = 0; i < N_FLAGS; i++) {
+        char a[512], b[512];
+        const size_t at = flags[i].at;
+        if (!given[i] || at < offsetof(Options, c) || at >= offsetof(Options, c) + sizeof(Config))
+            continue;
+        if (strcmp(show_flag(&asked, &flags[i], a), show_flag(&has, &flags[i], b)))
+            die(USER_ERROR, "--%s: the model in %s has %s, found %s; leave the flag out",
+                flags[i].name, folder, b, a);
+    }
+}
+
 // Sets up a new run in r->out; or finds the place where an old one goes on.
 static void start_new(Run *r, const int given[N_FLAGS]) {
     Options *o = &r->o;
     int64_t *steps;
-    int n;
+    int n, upcycled = 0;
     char init[CKPT_PATH];
+    Config dense;
+    if (!o->init && o->upcycle_noise > 0)
+        die(USER_ERROR, "--upcycle-noise: expected --init with a dense model and --experts");
     if (o->init) {
         Config c;
-        Options was = *o;
         find_checkpoint(init, "--init", o->init);
         read_config(&c, init);
         if (!was_given(given, "seq")) o->c.seq_len = c.seq_len;
         c.seq_len = o->c.seq_len;
-        was.c = c;
-        for (int i = 0; i < N_FLAGS; i++) { // a shape that was given must be the checkpoint's
-            char a[512], b[512];
-            const size_t at = flags[i].at;
-            if (!given[i] || at < offsetof(Options, c) ||
-                at >= offsetof(Options, c) + sizeof(Config))
-                continue;
-            if (strcmp(show_flag(o, &flags[i], a), show_flag(&was, &flags[i], b)))
-                die(USER_ERROR, "--%s: the model in %s has %s, found %s; leave the flag out",
-                    flags[i].name, init, b, a);
+        upcycled = c.n_experts == 1 && was_given(given, "experts") && o->c.n_experts > 1;
+        dense = c;
+        if (upcycled) { // what is new in the shape is taken from the flags
+            c.n_experts = o->c.n_experts, c.top_k = o->c.top_k;
+            c.router = o->c.router, c.norm_topk = o->c.norm_topk;
+            c.d_shared = o->c.d_shared, c.dense_layers = o->c.dense_layers;
+            if (!c.norm_topk)
+                fprintf(stderr,
+                    "train_moe: warning: --norm-topk 0: the weights of a token's experts do not "
+                    "add up to 1, so the upcycled model does not start where the dense one "
+                    "ended\n");
+        } else if (o->upcycle_noise > 0) {
+            die(USER_ERROR,
+                "--upcycle-noise: expected --init with a dense model and --experts 2 or more, "
+                "found %s",
+                c.n_experts > 1 ? "a model that has experts already" : "no --experts");
         }
+        check_shape(o, given, &c, init);
         o->c = c;
     }
     settle(o, given, o->init != NULL);
@@ -1005,10 +1069,24 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
     build(r);
     Err err;
     if (ckpt_lock(r->out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
-    if (o->init)
+    if (!o->init || upcycled) model_init(&r->m, (uint64_t)o->seed);
+    if (upcycled) {
+        Model from;
+        ModelShape one = {.B = 1, .T = 1};
+        model_build(&from, &dense, r->m.b, one, NULL);
+        read_weights(&from, init);
+        model_upcycle(&r->m, &from, o->upcycle_noise, (uint64_t)o->seed);
+        model_free(&from);
+        printf("upcycled %s: its MLP of width %d is each of %d experts\n", init, dense.d_expert,
+            o->c.n_experts);
+    } else if (o->init) {
         read_weights(&r->m, init);
-    else
-        model_init(&r->m, (uint64_t)o->seed);
+    }
+    if (config_own(&o->c))
+        fprintf(stderr,
+            "train_moe: warning: no architecture of transformers has %s: checkpoints say "
+            "model_type moe_c, and only train_moe loads them\n",
+            config_own(&o->c));
     if (o->overwrite && ckpt_clear(r->out, &err)) die(RUN_ERROR, "%s", err.text);
 }
 
@@ -1171,6 +1249,7 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
     if (r.o.profile) print_profile(&r);
     if (fclose(r.log)) die(RUN_ERROR, "%s: cannot write: %s", path, strerror(errno));
     generator_close(&r.gen);
+    watch_close(&r.watch);
     free(r.x);
     json_decref(r.last);
     data_close(&r.data);
@@ -1178,6 +1257,42 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
     model_free(&r.sampler);
     model_free(&r.m);
     close(r.lock);
+}
+
+/* What info says of: with a checkpoint its shape, and the flags of its trainer.json where there is
+   one, but for those given now. folder: of the checkpoint. Returns folder, or NULL: there is none. */
+static const char *info_of(Options *o, const int given[N_FLAGS], char folder[CKPT_PATH]) {
+    static const int none[N_FLAGS];
+    Err err;
+    if (!o->model && !o->tsv) {
+        settle(o, given, 0);
+        return NULL;
+    }
+    find_checkpoint(folder, "--model", o->model);
+    if (has_file(folder, "trainer.json")) {
+        char path[CKPT_PATH + 32];
+        Options run = *o;
+        snprintf(path, sizeof path, "%s/trainer.json", folder);
+        json_t *j = json_read(path, &err);
+        if (!j) die(USER_ERROR, "%s", err.text);
+        flags_from_json(&run, json_object_get(j, "flags"), path, o, none);
+        for (int i = 0; i < N_FLAGS; i++)
+            if ((flags[i].commands & TRAIN) && !(flags[i].commands & RUN_ONLY) && given[i])
+                memcpy(field(&run, &flags[i]), field(o, &flags[i]),
+                    flags[i].type == INT || flags[i].type == CHOICE || flags[i].type == SWITCH
+                        ? sizeof(int)
+                        : sizeof(int64_t));
+        run.model = o->model, run.tsv = o->tsv;
+        *o = run;
+        json_decref(j);
+    }
+    Config c;
+    read_config(&c, folder);
+    if (was_given(given, "seq")) c.seq_len = o->c.seq_len;
+    check_shape(o, given, &c, folder);
+    o->c = c;
+    settle(o, given, 1);
+    return folder;
 }
 
 int main(int argc, char **argv) {
@@ -1198,10 +1313,12 @@ int main(int argc, char **argv) {
     case TRAIN: command_train(&o, given); break;
     case GENERATE: command_generate(&o); break;
     case EVAL: command_eval(&o); break;
-    case INFO:
-        settle(&o, given, 0);
-        command_info(&o);
+    case INFO: {
+        char folder[CKPT_PATH];
+        const char *found = info_of(&o, given, folder);
+        command_info(&o, found);
         break;
+    }
     case BENCH:
         settle(&o, given, 0);
         command_bench(&o);
