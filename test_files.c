@@ -823,7 +823,7 @@ static void test_config(void) {
         {"rope-disagrees", "{\"rope_parameters\": {\"rope_theta\": 2e4}}", "expected them equal"},
         {"rope-missing", "{\"rope_parameters\": \"-\", \"rope_theta\": \"-\"}", "no such key"},
         {"rope-negative", "{\"rope_parameters\": \"-\", \"rope_theta\": -5}", "found -5"},
-        {"unknown-model", "{\"model_type\": \"llama\"}", "qwen3_moe or qwen3, found llama"},
+        {"unknown-model", "{\"model_type\": \"llama\"}", "qwen3 or moe_c, found llama"},
         {"no-model", "{\"model_type\": \"-\"}", "model_type"},
         {"quantised", "{\"quantization_config\": {\"bits\": 4}}", "quantization_config"},
         {"attention-bias", "{\"attention_bias\": true}", "attention_bias"},
@@ -871,7 +871,10 @@ static void test_config(void) {
     Config c, read;
     folder("cfg"), folder("cfg2");
     if (begin("config/round-trip")) {
-        for (int i = 0; i < 16; i++) { // dense or not, tied or not, routed layers, digits
+        // dense or not, tied or not, routed layers, digits; then what is saved as moe_c
+        for (int i = 0; i < 16 * 3 * 4; i++) {
+            const int norm = i / 16 % 3, routing = i / 48;
+            if ((i & 1) && routing) continue;
             c = moe_shape;
             if (i & 1)
                 c.n_experts = c.top_k = 1, c.dense_layers = 0, c.d_dense = c.d_expert;
@@ -879,12 +882,18 @@ static void test_config(void) {
                 c.dense_layers = 3, c.norm_topk = 0;
             c.tied = i >> 1 & 1;
             if (i & 8) c.rope_theta = 1e6 / 3, c.norm_eps = 1e-6 / 3;
+            c.qk_norm = norm == 0 ? QK_NORM_HEAD : norm == 1 ? QK_NORM_FULL : QK_NORM_NONE;
+            c.router = routing & 1 ? ROUTER_SIGMOID : ROUTER_SOFTMAX;
+            c.d_shared = routing & 2 ? 24 : 0;
             memset(&read, 0xFF, sizeof read);
             accepted(config_write("cfg", &c, 0.001 / 3, i & 2 ? BF16 : F32, &err));
             accepted(config_read(&read, "cfg", &err));
             check(!memcmp(&read, &c, sizeof c), "shape %d came back as another", i);
             json_t *j = json_read("cfg/config.json", &err);
             const char *type = json_string_value(json_object_get(j, "torch_dtype"));
+            const char *model = json_string_value(json_object_get(j, "model_type"));
+            const char *expected = norm || routing ? "moe_c" : i & 1 ? "qwen3" : "qwen3_moe";
+            check(model && !strcmp(model, expected), "model_type %s, not %s", model, expected);
             double coef = json_real_value(json_object_get(j, "router_aux_loss_coef"));
             check(type && !strcmp(type, i & 2 ? "bfloat16" : "float32"), "torch_dtype %s", type);
             check(coef == (i & 1 ? 0 : 0.001 / 3), "router_aux_loss_coef %.17g", coef);
@@ -910,17 +919,41 @@ static void test_config(void) {
         refused(config_read(&read, "cfg2", &err), "cfg2/config.json: ", files[i][2]);
         finish();
     }
-    if (begin("config/refused/to-write")) { // what Qwen3 cannot express, and what is no model
-        static const char *const words[] = {"--qk-norm", "a shared expert", "a sigmoid router",
-            "key/value heads", "dense width", "not finite"};
+    static const struct {
+        const char *name, *edit, *word;
+    } own[] = {
+        {"qk-norm-other", "{\"qk_norm\": \"layer\"}",
+            "qk_norm: expected none, full or head, found"},
+        {"qk-norm-number", "{\"qk_norm\": 1}",
+            "qk_norm: expected none, full or head, found another"},
+        {"qk-norm-missing", "{\"qk_norm\": \"-\"}",
+            "qk_norm: expected none, full or head, found no"},
+        {"router-other", "{\"scoring_func\": \"tanh\"}", "expected softmax, sigmoid, found tanh"},
+        {"shared-negative", "{\"shared_expert_intermediate_size\": -8}", "expected 1 to"},
+        {"own-unknown-key", "{\"n_group\": 4}", "n_group: this key is not known"},
+    };
+    c = moe_shape;
+    c.qk_norm = QK_NORM_NONE, c.router = ROUTER_SIGMOID, c.d_shared = 8;
+    accepted(config_write("cfg", &c, 0.001, F32, &err));
+    for (size_t i = 0; i < COUNT(own); i++) {
+        if (!begin("config/refused/%s", own[i].name)) continue;
+        merge("cfg", "cfg2", "config.json", own[i].edit);
+        refused(config_read(&read, "cfg2", &err), "cfg2/config.json: ", own[i].word);
+        finish();
+    }
+    if (begin("config/refused/own-key-in-qwen3")) {
+        accepted(config_write("cfg", &moe_shape, 0.001, F32, &err));
+        merge("cfg", "cfg2", "config.json", "{\"scoring_func\": \"sigmoid\"}");
+        refused(config_read(&read, "cfg2", &err), "cfg2/config.json: ", "scoring_func");
+        finish();
+    }
+    if (begin("config/refused/to-write")) { // what is no model
+        static const char *const words[] = {"key/value heads", "dense width", "not finite"};
         for (size_t i = 0; i < COUNT(words); i++) {
             c = moe_shape;
-            if (i == 0) c.qk_norm = QK_NORM_NONE;
-            if (i == 1) c.d_shared = 8;
-            if (i == 2) c.router = ROUTER_SIGMOID;
-            if (i == 3) c.n_kv_heads = 0;
-            if (i == 4) c.d_dense = 0;
-            int rc = config_write("cfg2", &c, i == 5 ? NAN : 0.001, F32, &err);
+            if (i == 0) c.n_kv_heads = 0;
+            if (i == 1) c.d_dense = 0;
+            int rc = config_write("cfg2", &c, i == 2 ? NAN : 0.001, F32, &err);
             refused(rc, "cfg2/config.json: ", words[i]);
         }
         refused(config_read(&read, "none", &err), "none/config.json", "No such file");

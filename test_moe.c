@@ -9,6 +9,8 @@
      model       the whole model: both of the above, and the forward against a second, naive
                  implementation that is written straight from the formulas
      reference   values known from elsewhere: worked examples, the textbook optimisers
+     options     every option together with every other one; select, bias, upcycle: capacity and
+                 token rounding, the selection bias, a dense model made into experts
      same        bits that must not change: threads, batch, cache, recomputation, poisoned memory
      routing     NaN and Inf, ties, experts without a token, the plan
      gemm        matrix products and the elementary functions
@@ -19,8 +21,8 @@
    scratch is filled with NaN beforehand, and every array has exactly the size that the contract
    gives it, so that the address sanitizer sees a step beyond. Random numbers come from counters.
 
-   The operations are checked in test_ops.h, where reporting and the error measures are too. To add
-   a check, write a function and enter it in main. */
+   The operations are checked in test_ops.h, where reporting and the error measures are too, the
+   options of a model in test_options.h. To add a check, write a function and enter it in main. */
 #include "test_ops.h"
 
 // -------------------------------------------------------------------------------------------------
@@ -680,6 +682,8 @@ static void test_variants(int which) {
     for (int v = 0; v < 4; v++) model_free(&m[v]);
 }
 
+#include "test_options.h"
+
 // A row adds its experts in the order of their ids: all at once = one after the other.
 static void test_expert_order(void) {
     enum { N = 70, C = 24, I = 9, E = 5 };
@@ -1318,6 +1322,7 @@ int main(int argc, char **argv) {
     test_micro_batches(backend_cpu(), 1e-6);
     test_micro_batches(backend_f64(), 1e-14);
     for (int i = 0; i < MODELS; i++) test_variants(i);
+    test_all_options();
     test_expert_order();
     test_choices();
     test_plan();
@@ -1340,5 +1345,6 @@ int main(int argc, char **argv) {
         QK_NORM_HEAD, 30532122624, 3.042e9);
     for (int i = 0; i < MODELS; i++) test_memory(i);
     test_hash();
+    if (!tried) printf("FAIL test_moe: no check has '%s' in its name\n", filter), failures++;
     return failures != 0;
 }

@@ -22,7 +22,7 @@ extern const Backend *backend_f64(void);
 // reporting
 
 static const char *filter = "";
-static int verbose, failures;
+static int verbose, failures, tried;
 static char check_name[128], check_failed[512], check_measured[256];
 
 /* Starts a check unless the command line leaves it out; check() and within() add to it, finish()
@@ -33,7 +33,9 @@ __attribute__((format(printf, 1, 2))) static int begin(const char *fmt, ...) {
     vsnprintf(check_name, sizeof check_name, fmt, ap);
     va_end(ap);
     check_failed[0] = check_measured[0] = 0;
-    return strstr(check_name, filter) != NULL;
+    const int wanted = strstr(check_name, filter) != NULL;
+    tried += wanted;
+    return wanted;
 }
 
 // A condition of the running check; the first one that fails gives the reason.

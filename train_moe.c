@@ -341,6 +341,9 @@ static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS
                     f->name, c->name, c->name);
             if (f->type == SWITCH && optarg)
                 die(USER_ERROR, "--%s takes no value, found '%s'", f->name, optarg);
+            if (first == 3 && !strcmp(f->name, "model"))
+                die(USER_ERROR, "--model %s: expected one checkpoint, found %s before it", optarg,
+                    argv[2]);
             const int is_resume = !strcmp(f->name, "resume");
             if (optarg && optarg == argv[optind - 1] && !strncmp(optarg, "--", 2))
                 die(USER_ERROR,

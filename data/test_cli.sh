@@ -31,12 +31,21 @@ head-dim      whole  no  2,6                        1,7
 experts       whole  no  2,5                        1
 topk          whole  no  1,4                        5
 d-expert      whole  no  1,33
+d-shared      whole  yes 8
+dense-layers  whole  yes 1                          2
+qk-norm       name   -   none,full,head
+router        name   -   softmax,sigmoid
 norm-topk     whole  yes 1                          2
 tied          whole  yes 1                          2
 rope-theta    real   no  1e6,1e4
 norm-eps      real   no  1e-5                       10
 aux-loss      real   yes 0.1
 z-loss        real   yes 0.1
+bias-rate     real   yes 0.01                       2
+routing       name   -   topk,round
+tile          whole  no  4,32                       33
+capacity      real   yes 1.25,1e9
+upcycle-noise real   yes 0.1                        11
 batch         whole  no  1,7
 seq           whole  no  1,33                       20000000
 total-batch   whole  yes 96                         33
@@ -61,6 +70,7 @@ recompute     whole  yes 1,2                        3
 threads       whole  yes 1,2                        100000
 seed          whole  yes 123456789
 profile       switch -
+tsv           switch -
 prompt        text   -   king,-1,\377
 tokens        whole  no  1,40
 temperature   real   yes 1.5
@@ -86,12 +96,22 @@ command_line() { # COMMAND FLAG
     esac
     case $1:$2 in train:input | eval:input) ;; train:* | eval:*) line+=(--input text) ;; esac
     case $1:$2 in generate:model | eval:model) ;; generate:* | eval:*) line+=(--model model) ;; esac
+    case $1:$2 in # flags that need others
+        *:bias-rate) line+=(--router sigmoid) ;;
+        *:routing) line+=(--batch 8) ;; # as many tokens as --tile rounds to
+        *:tile) line+=(--routing round --batch 2) ;;
+        *:dense-layers) line+=(--layers 2) ;;
+        train:upcycle-noise) line=("$TRAIN" train --init dense --experts 4 --steps 1) ;;
+        info:tsv) line+=(--model model) ;;
+    esac
+    case $1:$2 in train:upcycle-noise) line+=(--batch 2 --input text) ;; esac
     case $1:$2 in train:out | train:resume) ;; train:*) line+=(--out o) ;; esac
 }
 
 prepare() {
     cp "$work/text" "$work/other" .
     train --steps 2 --out model
+    train --steps 1 --out dense --experts 1 --topk 1
 }
 
 refuses() { # COMMAND
@@ -195,7 +215,9 @@ Train|'Train'
 --Lr 1|'--Lr'
 --lr|--lr
 --no-such-flag|'--no-such-flag'
-info extra|'extra'
+info extra|--model extra
+info model extra|'extra'
+info model --model model|--model
 train eval|'eval'
 generate --lr 1|--lr is not a flag of generate
 eval --steps 2|--steps is not
