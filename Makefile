@@ -52,7 +52,7 @@ ifneq ($(call on,$(SAN)),)
 MODE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 endif
 
-.PHONY: all programs train train-run test test-run deps deps-all format clean help FORCE
+.PHONY: all programs plot train train-run test test-run deps deps-all format clean help FORCE
 all:
 
 # ---- probes --------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ MISSING = deb=; rpm=; arch=; brew=; \
 	    esac; }; \
 	jansson || need libjansson-dev jansson-devel jansson jansson; \
 	stb || need libstb-dev stb-devel stb -
-# What the optional tests use: a second compiler, an ARM build and a machine to run it.
+# What the optional tests use: a second compiler, an ARM build and a machine to run it, gnuplot.
 MISSING_OPTIONAL = \
 	try() { printf '$(hash)include <stdio.h>\nint main(void) { return puts("") < 0; }\n' | \
 	    "$$@" -x c - -o "$$tmp/probe" >/dev/null 2>&1; }; \
@@ -183,6 +183,7 @@ MISSING_OPTIONAL = \
 	try aarch64-linux-gnu-gcc -static || { \
 	    need gcc-aarch64-linux-gnu gcc-aarch64-linux-gnu aarch64-linux-gnu-gcc -; \
 	    need libc6-dev-arm64-cross - aarch64-linux-gnu-glibc -; }; \
+	has gnuplot || need gnuplot-nox gnuplot gnuplot gnuplot; \
 	has qemu-aarch64-static || has qemu-aarch64 || \
 	    need qemu-user-static qemu-user-static qemu-user-static -
 
@@ -211,6 +212,16 @@ deps:
 deps-all:
 	@$(PROBES); $(MISSING); $(MISSING_OPTIONAL); $(INSTALL)
 
+# ---- pictures ------------------------------------------------------------------------------------
+# `make plot RUN=out/tiny-1`: the run's losses and experts, beside its log.
+RUN ?=
+plot: all
+	@[ -n '$(RUN)' ] || { echo 'plot: expected RUN=FOLDER, the folder of a run' >&2; exit 2; }
+	@command -v gnuplot >/dev/null || { \
+	    echo 'plot: no gnuplot here: apt-get install gnuplot-nox, or make deps-all' >&2; exit 2; }
+	@./train_moe info '$(RUN)' --tsv >'$(RUN)/run.tsv'
+	@gnuplot -c data/plot.gp '$(RUN)/run.tsv' '$(RUN)/run' && ls '$(RUN)'/run-*
+
 # ---- the rest ------------------------------------------------------------------------------------
 format:
 	clang-format -i $(wildcard *.c *.h)
@@ -221,7 +232,8 @@ help:
 	@echo 'make train        get what is missing, build, train a small model on real text (TEXT=PATH)'
 	@echo 'make test         get what is missing, build, run every test'
 	@echo 'make deps         install the libraries needed (apt; elsewhere prints their names)'
-	@echo 'make deps-all     and what the optional tests use: clang, an ARM compiler and emulator'
+	@echo 'make deps-all     and what is optional: clang, an ARM compiler and emulator, gnuplot'
+	@echo 'make plot         pictures of a run (RUN=out/tiny-1), with gnuplot'
 	@echo 'make format       clang-format on every source'
 	@echo 'make clean        remove what was built (never out/ or data/text/)'
 	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)  OPENMP=0'

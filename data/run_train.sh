@@ -34,5 +34,6 @@ cat <<END
 To try next:
   ./train_moe generate --model $out/best --prompt 'And he said' --tokens 400
   ./train_moe eval --model $out/best ${inputs[@]:0:2}
+  ./train_moe info $out --tsv            losses, expert load, experts by text; make plot RUN=$out
   ./train_moe info --preset small
 END

@@ -43,6 +43,23 @@ check resume/dense halves --experts 1 --topk 1
 check resume/no_clipping_no_decay halves --grad-clip 0 --weight-decay 0
 check resume/linear_tied_all_experts halves --schedule linear --tied 1 --topk 4
 check resume/wsd_recompute halves --schedule wsd --recompute 2 --norm-topk 0
+# Every pair of options of the model meets in one of these (test_options.h has the same table).
+while read -r n flags; do
+    check "resume/options_$n" halves $flags
+done <<'END'
+0 --qk-norm head --router softmax --norm-topk 1 --tied 1 --routing round --tile 8 --recompute 1 --topk 1
+1 --qk-norm full --router sigmoid --norm-topk 0 --d-shared 8 --dense-layers 1 --routing round --tile 8 --topk 4 --aux-loss 0
+2 --qk-norm none --router sigmoid --norm-topk 1 --dense-layers 1 --capacity 0.7 --recompute 2 --topk 2
+3 --qk-norm none --router softmax --norm-topk 0 --tied 1 --topk 2 --aux-loss 0
+4 --qk-norm head --router sigmoid --norm-topk 0 --d-shared 8 --dense-layers 1 --recompute 1 --topk 1
+5 --qk-norm head --router softmax --norm-topk 1 --d-shared 8 --tied 1 --capacity 0.7 --recompute 2 --topk 4 --aux-loss 0
+6 --qk-norm full --router softmax --norm-topk 1 --dense-layers 1 --tied 1 --capacity 0.7 --topk 1
+7 --qk-norm full --router sigmoid --norm-topk 0 --d-shared 8 --capacity 0.7 --recompute 1 --topk 2 --aux-loss 0
+8 --qk-norm full --router softmax --norm-topk 1 --recompute 2 --topk 4
+9 --qk-norm none --router sigmoid --norm-topk 0 --d-shared 8 --dense-layers 1 --tied 1 --routing round --tile 8 --recompute 2 --topk 1 --aux-loss 0
+10 --qk-norm none --router softmax --norm-topk 0 --d-shared 8 --dense-layers 1 --routing round --tile 8 --recompute 1 --topk 4
+11 --qk-norm head --router sigmoid --norm-topk 0 --d-shared 8 --routing round --tile 8 --topk 2 --aux-loss 0
+END
 check resume/two_texts_batch_1 halves --input "$root/Makefile" --batch 1 --total-batch 96 --seed 9
 
 # Three processes, a number of threads each, none of which knows that it will be interrupted.
