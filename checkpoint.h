@@ -103,7 +103,9 @@ CKPT_FN const char *looks_like(const char *path) {
     unsigned char b[4096];
     struct stat st;
     if (stat(path, &st))
-        return errno == ENOENT ? "a file that does not exist" : "a file that cannot be read";
+        return errno == ENOENT      ? "a file that does not exist"
+            : errno == ENAMETOOLONG ? "a name that is too long"
+                                    : "a file that cannot be read";
     if (S_ISDIR(st.st_mode)) return "a folder";
     if (!S_ISREG(st.st_mode)) return "a pipe or device";
     if (st.st_size == 0) return "an empty file";

@@ -284,6 +284,26 @@ static void open_data(Data *d, const Options *o, const Tokenizer *t, int all_val
         die(USER_ERROR, "%s", err.text);
 }
 
+static void check_batch(const Options *o) {
+    if ((int64_t)o->batch * o->c.seq_len > 1 << 28)
+        die(USER_ERROR,
+            "--batch %d x --seq %d: expected at most %d tokens in a micro-batch; lower --batch",
+            o->batch, o->c.seq_len, 1 << 28);
+}
+
+// What of a forward pass over N rows was not finite, in words.
+static const char *say_bad(const Model *m, const StepState *s, int N, char what[640]) {
+    char from[256] = "";
+    int n = s->bad == BAD_ROUTER
+        ? snprintf(what, 640,
+              "the router logits of layer %d are not finite (token %lld of the micro-batch)",
+              s->bad_layer, (long long)s->bad_index)
+        : snprintf(what, 640, "the loss of token %lld of the micro-batch is not finite",
+              (long long)s->bad_index);
+    if (model_first_bad(m, N, from, sizeof from)) snprintf(what + n, 640 - n, ": %s", from);
+    return what;
+}
+
 // -------------------------------------------------------------------------------------------------
 // evaluation
 
@@ -450,14 +470,18 @@ static void command_generate(const Options *o) {
     int64_t made = 0;
     for (; made < o->n_tokens; made++) {
         const int next = generator_next(&g, &s);
-        if (next < 0)
-            die(RUN_ERROR, "%s: the logits after token %lld are not finite", folder,
-                (long long)g.position);
+        if (next < 0) {
+            char from[256] = "they overflowed";
+            model_first_bad(&m, 1, from, sizeof from);
+            die(RUN_ERROR, "%s: the logits after token %lld are not finite: %s", folder,
+                (long long)g.position, from);
+        }
         if (made == 0) t1 = now_s();
         if (next == t.eot) break;
         const unsigned char *text = tokenizer_decode(&t, next, &bytes);
         fwrite(text, 1, bytes, stdout);
         fflush(stdout);
+        if (ferror(stdout) && errno == EPIPE) break; // who reads has had enough, as head does
         if (ferror(stdout)) die(RUN_ERROR, "cannot write the text: %s", strerror(errno));
         generator_feed(&g, next);
     }
@@ -484,6 +508,7 @@ static void command_eval(Options *o) {
     const int batch = o->batch;
     find_checkpoint(folder, "--model", o->model);
     read_config(&o->c, folder);
+    check_batch(o);
     read_tokenizer(&t, &o->c, folder);
     open_data(&d, o, &t, 1);
     if (!d.val_targets)
@@ -498,7 +523,8 @@ static void command_eval(Options *o) {
     int *x = malloc(2 * N * sizeof *x);
     if (!x) die(RUN_ERROR, "no memory");
     EvalResult r = evaluate(&m, &d, o->eval_batches, x, x + N);
-    if (r.state.bad) die(RUN_ERROR, "%s: the loss is not finite", folder);
+    char what[640];
+    if (r.state.bad) die(RUN_ERROR, "%s: %s", folder, say_bad(&m, &r.state, (int)N, what));
     const double bytes_a_target = (double)d.val_bytes / (double)d.val_targets;
     printf("loss %.6f | perplexity %.4f | bits per byte %.4f | %llu tokens\n", r.loss,
         exp_d(r.loss), r.loss / log_d(2) / bytes_a_target, (unsigned long long)r.targets);
@@ -590,14 +616,14 @@ static void print_tables(Options *o, const char *folder) {
     if (print_log_tables(stdout, path, o->c.dense_layers, &err)) die(USER_ERROR, "%s", err.text);
     if (!moe_layers(&o->c)) return;
     if (!o->input.n) {
-        fprintf(stderr, "train_moe: warning: %s names no texts: no table of them\n", folder);
+        warn("%s names no texts: no table of them", folder);
         return;
     }
     ModelShape shape = {.B = o->batch, .T = o->c.seq_len, .count = 1};
     read_tokenizer(&t, &o->c, folder);
     if (data_open(&d, o->input.at, o->input.n, o->val.at, o->val.n, o->val_fraction, shape.T,
             (uint64_t)o->seed, tokenizer_is_bytes(&t) ? NULL : tokenizer_encode, &t, &err)) {
-        fprintf(stderr, "train_moe: warning: no table of the texts: %s\n", err.text);
+        warn("no table of the texts: %s", err.text);
         return;
     }
     model_plan(&m, &o->c, backend_of(o), shape);

@@ -330,14 +330,12 @@ DATA_FN int data_drop_duplicates(Data *d, Err *err) {
     d->n_files = kept;
     qsort(d->file, (size_t)kept, sizeof *d->file, data_by_order);
     if (dropped) {
-        fprintf(stderr,
-            "train_moe: warning: %s is named more than once (%d such name%s): used once\n",
-            first_dropped, dropped, dropped == 1 ? "" : "s");
+        warn("%s is named more than once (%d such name%s): used once", first_dropped, dropped,
+            dropped == 1 ? "" : "s");
     }
     if (shared) {
-        fprintf(stderr,
-            "train_moe: warning: %s is both training and validation text (%d such file%s): "
-            "the validation loss will be too low\n",
+        warn("%s is both training and validation text (%d such file%s): "
+             "the validation loss will be too low",
             first_shared, shared, shared == 1 ? "" : "s");
     }
     return 0;
@@ -489,9 +487,8 @@ DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
             (unsigned long long)T + 1, advice);
     }
     if (too_short) {
-        fprintf(stderr,
-            "train_moe: warning: %d of %d input files have fewer than --seq + 1 = %llu training "
-            "tokens and are not trained on, the first is %.400s\n",
+        warn("%d of %d input files have fewer than --seq + 1 = %llu training "
+             "tokens and are not trained on, the first is %.400s",
             too_short, n_texts, (unsigned long long)T + 1, d->file[first_short].path);
     }
     return 0;

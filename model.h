@@ -706,6 +706,62 @@ MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micr
 }
 
 // -------------------------------------------------------------------------------------------------
+// where a value that is not finite came from
+
+MODEL_FN int any_not_finite(const Backend *b, DType type, const void *p, size_t n) {
+    double v[4096];
+    const size_t size = type == F64 ? sizeof(double) : sizeof(float);
+    for (size_t at = 0; at < n; at += 4096) {
+        const size_t k = n - at < 4096 ? n - at : 4096;
+        host_from(b, type, v, (const char *)p + at * size, k);
+        for (size_t i = 0; i < k; i++)
+            if (!isfinite(v[i])) return 1;
+    }
+    return 0;
+}
+
+/* After a forward pass over N rows whose loss was not finite: names the first tensor, in the order
+   of the model, that holds such a value: a weight, else what a layer of a training model saved.
+   Slow, for a last message. Returns 0 when everything it can see is finite. */
+MODEL_FN int model_first_bad(const Model *m, int N, char *what, size_t size) {
+    const Backend *b = m->b;
+    const Config *c = &m->c;
+    for (int i = 0; i < m->table.count; i++) {
+        const Tensor *t = &m->table.tensor[i];
+        char name[128];
+        const void *p = m->base[t->row->trained ? A_PARAMS : A_BUFFERS] +
+            t->offset * (t->row->trained ? b->param_size : b->stat_size);
+        if (!any_not_finite(b, t->row->trained ? b->param_type : b->stat_type, p, t->count))
+            continue;
+        tensor_name(name, sizeof name, t, 0);
+        snprintf(what, size, "%s holds a value that is not finite", name);
+        return 1;
+    }
+    if (!m->shape.train) return 0;
+    for (int l = 0; l < c->n_layers; l++) {
+        const Layer *y = &m->layer[l];
+        const size_t C = c->d_model, Q = dim_of(c, DIM_Q), n = N;
+        const struct {
+            const char *name;
+            const void *p;
+            size_t count;
+        } saved[] = {{"input", y->x, n * C}, {"q, k, v", y->qkv, n * qkv_rows(c)},
+            {"attention output", y->att, n * Q}, {"residual stream", y->x2, n * C},
+            {"expert pre-activation H", m->shape.recompute < 2 ? y->mlp.H : NULL,
+                2 * n * mlp_topk(c, l) * mlp_width(c, l)}};
+        for (size_t i = 0; i < sizeof saved / sizeof *saved; i++)
+            if (saved[i].p && any_not_finite(b, b->act_type, saved[i].p, saved[i].count)) {
+                snprintf(
+                    what, size, "the first such value is in the %s of layer %d", saved[i].name, l);
+                return 1;
+            }
+    }
+    if (!any_not_finite(b, b->act_type, m->xf, (size_t)N * c->d_model)) return 0;
+    snprintf(what, size, "the first such value is in the output of the last layer");
+    return 1;
+}
+
+// -------------------------------------------------------------------------------------------------
 // a training step, evaluation, generation
 
 MODEL_FN void model_set_tokens(Model *m, const int *tokens, const int *targets, int N) {

@@ -43,6 +43,17 @@ enum { MAX_LAYERS = 1024, ARENA_ALIGN = 256 }; // every tensor starts on ARENA_A
 
 enum { USER_ERROR = 2, RUN_ERROR = 1 }; // exit status: bad input or flag | a run that failed
 
+// One line on stderr, whatever the words in it hold: control characters become '?'.
+static inline void say_line(const char *what, const char *fmt, va_list ap) {
+    char text[8192];
+    const int n = snprintf(text, sizeof text, "train_moe: %s: ", what);
+    vsnprintf(text + n, sizeof text - n, fmt, ap);
+    for (char *s = text; *s; s++)
+        if ((unsigned char)*s < 32 || *s == 127) *s = '?';
+    fflush(stdout);
+    fprintf(stderr, "%s\n", text);
+}
+
 // Says why in one line and ends the program.
 #if defined(__GNUC__)
 __attribute__((noreturn, format(printf, 2, 3), unused, cold))
@@ -51,15 +62,27 @@ static void
 die(int code, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
-    fflush(stdout);
-    fputs("train_moe: error: ", stderr);
-    vfprintf(stderr, fmt, ap);
-    fputc('\n', stderr);
+    say_line("error", fmt, ap);
     va_end(ap);
     exit(code);
 }
 
-// What went wrong, for functions whose caller may have another way: they return fail(...) = -1.
+// Says in one line what may not be meant, and goes on.
+#if defined(__GNUC__)
+__attribute__((format(printf, 1, 2), unused, cold))
+#endif
+static void
+warn(const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    say_line("warning", fmt, ap);
+    va_end(ap);
+}
+
+/* What went wrong, for functions whose caller may have another way: they return fail(...) = -1. A
+   macro, so that a compiler and its analyser see the -1. */
+#define fail(...) (fail_text(__VA_ARGS__), failed())
+static inline int failed(void) { return -1; }
 typedef struct Err {
     char text[1024];
 } Err;
@@ -67,13 +90,12 @@ typedef struct Err {
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3), unused, cold))
 #endif
-static int
-fail(Err *err, const char *fmt, ...) {
+static void
+fail_text(Err *err, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(err->text, sizeof err->text, fmt, ap);
     va_end(ap);
-    return -1;
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -296,6 +296,12 @@ static void qk_rope_backward(act_t *dqkv_, grad_t *dq_weight, grad_t *dk_weight,
 // -------------------------------------------------------------------------------------------------
 // attention [Dao 2022, FlashAttention: online softmax over key blocks]
 
+static int all_finite(const real *x, size_t n) {
+    int bad = 0;
+    for (size_t i = 0; i < n; i++) bad |= !isfinite(x[i]);
+    return !bad;
+}
+
 /* Key blocks are fixed from key 0 and a row skips what lies beyond its own position, so a row meets
    the same sums in training, in a batch of any size, and one token at a time with a cache. */
 static void attention_forward(act_t *out_, stat_t *lse_, const act_t *q_, const act_t *k_,
@@ -346,6 +352,16 @@ static void attention_forward(act_t *out_, stat_t *lse_, const act_t *q_, const 
             Gemm mix = {{p + i0 * KEY_BLOCK, KEY_BLOCK, NULL, 0},
                 {v + (size_t)j0 * hd, hd, NULL, 0}, out + (size_t)i0 * ld, ld, rows - i0, hd, keys,
                 1};
+            // 0 times a value that is not finite is NaN: then a row must not meet later keys at all
+            if (pos0 + i0 - j0 + 1 < keys && !all_finite(mix.b.p, (size_t)keys * hd)) {
+                mix.m = 1;
+                for (int i = i0; i < rows; i++) {
+                    mix.a.p = p + i * KEY_BLOCK, mix.c = out + (size_t)i * ld;
+                    mix.k = min_int(keys, pos0 + i - j0 + 1);
+                    gemm_serial(&mix, pack);
+                }
+                continue;
+            }
             gemm_serial(&mix, pack);
         }
         for (int i = 0; i < rows; i++) {

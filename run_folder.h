@@ -200,10 +200,9 @@ CKPT_FN int ckpt_lock(const char *out, int *fd, Err *err) {
             close(lock);
             return -1;
         }
-        fprintf(stderr,
-            "train_moe: warning: %s: this file system has no locks (%s): do not start a second run "
-            "into "
-            "this folder\n",
+        warn("%s: this file system has no locks (%s): do not start a second run "
+             "into "
+             "this folder",
             shown(out), strerror(errno));
     }
     int n = snprintf(pid, sizeof pid, "%ld", (long)getpid());

@@ -202,7 +202,7 @@ static void check_windows(int T, int len) {
     Data d;
     Numbers numbers = {(size_t)len, 0};
     char used[1000], at[40];
-    int *x = malloc((size_t)T * sizeof *x), *y = malloc((size_t)T * sizeof *y), file;
+    int *x = calloc((size_t)T, sizeof *x), *y = calloc((size_t)T, sizeof *y), file = 0;
     uint64_t windows = (uint64_t)(len < 3 * T ? 1 : (len - T) / T);
     snprintf(at, sizeof at, "T %d, %d tokens", T, len);
     accepted(open_data(&d, "three", NULL, 0.5, T, number, &numbers));
@@ -237,7 +237,7 @@ static void check_windows(int T, int len) {
 static void test_rows(void) {
     Data d, e;
     Numbers numbers = {1000, 0};
-    int x[64], y[64], x1[8], y1[8], file;
+    int x[64] = {0}, y[64] = {0}, x1[8] = {0}, y1[8] = {0}, file = 0;
     folder("three");
     put("three/a", "0123456789", 10), put("three/b", "0123456789", 10);
     put("three/c", "0123456789", 10);

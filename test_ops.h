@@ -276,7 +276,7 @@ static void check_op(Op *o) {
     const char *const dx_name[MAX_IO] = {"dx0", "dx1", "dx2", "dx3"};
     const char *const y_name[MAX_IO] = {"y0", "y1", "y2", "y3"};
     void *dx[MAX_IO], *fdx[MAX_IO], *fy[MAX_IO];
-    double *start[MAX_IO];
+    double *start[MAX_IO] = {0};
     set_threads(1);
     if (begin("gradient/%s", o->name)) {
         for (int i = 0; i < o->nx; i++) start[i] = normals(o->x_count[i], 1, 0);

@@ -437,11 +437,7 @@ static void settle(Options *o, const int given[N_FLAGS], int from_file) {
     if (c->head_dim % 2)
         die(USER_ERROR, "--head-dim: expected an even number, found %d", c->head_dim);
     if (config_check(c, &err)) die(USER_ERROR, "%s", err.text);
-    if ((int64_t)o->batch * c->seq_len > 1 << 28)
-        die(USER_ERROR,
-            "--batch %d x --seq %d: expected at most %d tokens in a micro-batch; --total-batch "
-            "adds up several",
-            o->batch, c->seq_len, 1 << 28);
+    check_batch(o);
 }
 
 static void set_threads(int threads) {
@@ -459,16 +455,12 @@ static void set_threads(int threads) {
             threads = quota < period ? 1 : (int)(quota / period);
     }
     if (threads > omp_get_num_procs() && !getenv("OMP_WAIT_POLICY"))
-        fprintf(stderr,
-            "train_moe: warning: --threads %d on %d processors: waiting threads get in the way of "
-            "working ones; OMP_WAIT_POLICY=passive makes them sleep\n",
+        warn("--threads %d on %d processors: waiting threads get in the way of "
+             "working ones; OMP_WAIT_POLICY=passive makes them sleep",
             threads, omp_get_num_procs());
     if (threads) omp_set_num_threads(threads);
 #else
-    if (threads > 1)
-        fprintf(stderr,
-            "train_moe: warning: --threads %d: built without OpenMP, one thread is used\n",
-            threads);
+    if (threads > 1) warn("--threads %d: built without OpenMP, one thread is used", threads);
 #endif
 }
 
@@ -669,9 +661,9 @@ static void flags_from_json(
         if (f->type == PATHS && json_is_array(v)) {
             ((Paths *)field(o, f))->n = 0;
             for (size_t k = 0; k < json_array_size(v); k++)
-                if (json_is_string(json_array_get(v, k)))
+                if (json_is_string(json_array_get(v, k))) // NOLINTNEXTLINE: lives as the flags do
                     set_flag(o, f, strdup(json_string_value(json_array_get(v, k))), where);
-        } else if ((f->type == TEXT || f->type == CHOICE) && json_is_string(v)) {
+        } else if ((f->type == TEXT || f->type == CHOICE) && json_is_string(v)) { // NOLINTNEXTLINE
             set_flag(o, f, strdup(json_string_value(v)), where);
         } else if (f->type == TEXT && json_is_null(v)) {
             *(const char **)field(o, f) = NULL;
@@ -746,8 +738,7 @@ static void save(Run *r) {
 
 static void prune(Run *r) {
     Err err;
-    if (ckpt_prune(r->out, (int)r->o.keep, &err))
-        fprintf(stderr, "train_moe: warning: %s\n", err.text);
+    if (ckpt_prune(r->out, (int)r->o.keep, &err)) warn("%s", err.text);
 }
 
 // Loads weights and moments of a checkpoint into the built model.
@@ -843,9 +834,8 @@ static void show_data(const Run *r) {
         r->data.n_files == 1 ? "" : "s", human((double)r->data.train_tokens, a),
         human((double)r->data.val_tokens, b));
     if (!r->data.val_tokens && r->o.eval_every)
-        fprintf(stderr,
-            "train_moe: warning: no validation batches: the held-out part has fewer than 2 tokens; "
-            "raise --val-fraction or give --val\n");
+        warn("no validation batches: the held-out part has fewer than 2 tokens; "
+             "raise --val-fraction or give --val");
 }
 
 static void sample(Run *r) {
@@ -871,14 +861,9 @@ static void sample(Run *r) {
 
 // A step whose numbers are not finite: says where, and ends the run; no weight was touched.
 static void stop_bad(Run *r, const StepState *s, int64_t step) {
-    char what[512], name[256];
-    if (s->bad == BAD_ROUTER) {
-        snprintf(what, sizeof what,
-            "the router logits of layer %d are not finite (token %lld of the micro-batch)",
-            s->bad_layer, (long long)s->bad_index);
-    } else if (s->bad == BAD_LOSS) {
-        snprintf(what, sizeof what, "the loss of token %lld of the micro-batch is not finite",
-            (long long)s->bad_index);
+    char what[640], name[256];
+    if (s->bad != BAD_GRADIENT) {
+        say_bad(&r->m, s, r->o.batch * r->o.c.seq_len, what);
     } else {
         int i = -1; // segments are the trained tensors, in order
         int64_t left = s->bad_index;
@@ -919,9 +904,12 @@ static StepState train_step(Run *r, double lr, const OptimConfig *optim) {
 // best so far.
 static int validate(Run *r) {
     const double t = now_s();
+    char what[640];
     const EvalResult e = evaluate(&r->m, &r->data, r->o.eval_batches, r->x, r->y);
     if (e.state.bad)
-        die(RUN_ERROR, "step %lld: the validation loss is not finite", (long long)r->step);
+        die(RUN_ERROR, "step %lld: in the validation %s; the last checkpoint is in %s",
+            (long long)r->step, say_bad(&r->m, &e.state, r->o.batch * r->o.c.seq_len, what),
+            r->out);
     r->t_eval += now_s() - t;
     json_object_set_new(r->last, "val_loss", json_real(e.loss));
     json_object_set_new(r->last, "elapsed_s", json_real(elapsed_s(r)));
@@ -1025,10 +1013,9 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
             c.router = o->c.router, c.norm_topk = o->c.norm_topk;
             c.d_shared = o->c.d_shared, c.dense_layers = o->c.dense_layers;
             if (!c.norm_topk)
-                fprintf(stderr,
-                    "train_moe: warning: --norm-topk 0: the weights of a token's experts do not "
-                    "add up to 1, so the upcycled model does not start where the dense one "
-                    "ended\n");
+                warn("--norm-topk 0: the weights of a token's experts do not "
+                     "add up to 1, so the upcycled model does not start where the dense one "
+                     "ended");
         } else if (o->upcycle_noise > 0) {
             die(USER_ERROR,
                 "--upcycle-noise: expected --init with a dense model and --experts 2 or more, "
@@ -1086,9 +1073,8 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
         read_weights(&r->m, init);
     }
     if (config_own(&o->c))
-        fprintf(stderr,
-            "train_moe: warning: no architecture of transformers has %s: checkpoints say "
-            "model_type moe_c, and only train_moe loads them\n",
+        warn("no architecture of transformers has %s: checkpoints say "
+             "model_type moe_c, and only train_moe loads them",
             config_own(&o->c));
     if (o->overwrite && ckpt_clear(r->out, &err)) die(RUN_ERROR, "%s", err.text);
 }
@@ -1150,9 +1136,8 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
                 const int64_t was = (int64_t)json_integer_value(
                     json_object_get(json_object_get(j, "flags"), "steps"));
                 if (o->steps != was && o->schedule != SCHEDULE_CONSTANT)
-                    fprintf(stderr,
-                        "train_moe: warning: --steps %lld: the schedule was planned for %lld "
-                        "steps; the learning rate continues at %.3g%s\n",
+                    warn("--steps %lld: the schedule was planned for %lld "
+                         "steps; the learning rate continues at %.3g%s",
                         (long long)o->steps, (long long)was,
                         learning_rate(o, steps[i] + 1 < o->steps ? steps[i] + 1 : o->steps),
                         steps[i] >= was ? ", higher than where it had ended" : "");
@@ -1166,9 +1151,8 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
                 open_data(&r->data, o, &r->tok, 0);
                 json_t *now = data_identity(&r->data);
                 if (!json_equal(now, json_object_get(j, "data")))
-                    fprintf(stderr,
-                        "train_moe: warning: the data are not those that this run was trained on: "
-                        "it goes on with the new ones\n");
+                    warn("the data are not those that this run was trained on: "
+                         "it goes on with the new ones");
                 json_decref(now);
                 show_data(r);
                 build(r);
@@ -1181,8 +1165,7 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
             j = NULL;
         }
         if (only >= 0 || i == 0) die(USER_ERROR, "%s", err.text);
-        fprintf(
-            stderr, "train_moe: warning: %s; falling back to the checkpoint before it\n", err.text);
+        warn("%s; falling back to the checkpoint before it", err.text);
     }
     free(steps);
     if (!j) die(USER_ERROR, "--resume: no checkpoint of step %lld in %s", (long long)only, out);

@@ -1,4 +1,5 @@
-/* watch.h: watching the experts. It knows moe.h, model.h, dataloader.h and jansson.
+/* watch.h: watching the experts. It knows moe.h, model.h, dataloader.h, checkpoint.h
+   (what a file looks like) and jansson.
 
    While a run trains:
      watch_log    what a step's experts did, as fields of its line in metrics.jsonl
@@ -14,6 +15,7 @@
 #ifndef WATCH_H
 #define WATCH_H
 
+#include "checkpoint.h" // before gemm.h, whose `real` is a name in jansson.h
 #include "dataloader.h"
 #include "model.h"
 
@@ -170,9 +172,7 @@ WATCH_FN void watch_say(
             first = 0;
         }
     }
-    if (most)
-        fprintf(stderr, "train_moe: warning: step %lld: for %d steps %s: %s; %s\n", (long long)step,
-            most, what, list, advice);
+    if (most) warn("step %lld: for %d steps %s: %s; %s", (long long)step, most, what, list, advice);
 }
 
 /* After watch_fetch: counts how long experts are dead (no token in a step) or heavy (chosen by more
@@ -222,18 +222,27 @@ WATCH_FN int print_log_tables(FILE *out, const char *path, int first_layer, Err 
     int64_t steps = 0;
     FILE *in = fopen(path, "r");
     if (!in) return fail(err, "%s: expected the log of a run: %s", path, strerror(errno));
-    fprintf(out, "# loss\nstep");
-    for (int i = 0; i < COLUMNS; i++) fprintf(out, "\t%s", column[i]);
-    fputc('\n', out);
     while (getline(&text, &room, in) > 0) {
         json_t *line = json_loads(text, 0, NULL);
-        if (json_is_object(line)) {
+        if (json_is_integer(json_object_get(line, "step"))) {
+            if (!steps) {
+                fprintf(out, "# loss\nstep");
+                for (int i = 0; i < COLUMNS; i++) fprintf(out, "\t%s", column[i]);
+                fputc('\n', out);
+            }
             fprintf(out, "%lld", (long long)json_integer_value(json_object_get(line, "step")));
             for (int i = 0; i < COLUMNS; i++) print_cell(out, line, column[i]);
             fputc('\n', out);
             lines += json_is_array(json_object_get(line, "load"));
+            steps++;
         }
         json_decref(line);
+    }
+    if (!steps) {
+        free(text);
+        fclose(in);
+        return fail(err, "%s: expected the log of a run, one JSON object a step, found %s", path,
+            looks_like(path));
     }
     const size_t each = (lines + TABLE_STEPS - 1) / TABLE_STEPS;
     rewind(in);
@@ -266,7 +275,8 @@ WATCH_FN int print_log_tables(FILE *out, const char *path, int first_layer, Err 
                     fprintf(out, "%lld\t%zu", (long long)step, l + (size_t)first_layer);
                     for (e = 0; e < E; e++)
                         fprintf(out, "\t%.4f",
-                            json_number_value(json_array_get(layer, e)) * (double)E / total);
+                            json_number_value(json_array_get(layer, e)) * (double)E /
+                                (total > 0 ? total : 1));
                     fputc('\n', out);
                 }
                 json_decref(sum);
@@ -298,8 +308,7 @@ WATCH_FN void print_text_table(
         const char *path = d->file[p->source].path, *slash = strrchr(path, '/');
         uint64_t whole = 0;
         if (texts == MAX_TEXTS) {
-            fprintf(stderr, "train_moe: warning: the table shows the first %d of %d texts\n",
-                MAX_TEXTS, d->n_val);
+            warn("the table shows the first %d of %d texts", MAX_TEXTS, d->n_val);
             break;
         }
         StepState s;
@@ -316,8 +325,7 @@ WATCH_FN void print_text_table(
             whole += (uint64_t)n;
         }
         if (!whole) {
-            fprintf(
-                stderr, "train_moe: warning: %s: its held-out part is shorter than a row\n", path);
+            warn("%s: its held-out part is shorter than a row", path);
             continue;
         }
         char *host = malloc(m->step_stats_bytes);
