@@ -641,6 +641,15 @@ static json_t *flags_to_json(Options *o) {
     return all;
 }
 
+// A text of a file, for as long as the program runs, as those of the command line.
+static const char *kept(const char *text) {
+    static char *all[2 * MAX_PATHS + 16];
+    static int n;
+    if (n == (int)(sizeof all / sizeof *all) || !(all[n] = strdup(text)))
+        die(RUN_ERROR, "no memory for the flags of a checkpoint");
+    return all[n++];
+}
+
 // Restores the flags of trainer.json; those marked in `given` may be given anew, or must agree.
 static void flags_from_json(
     Options *o, const json_t *all, const char *file, const Options *cl, const int given[N_FLAGS]) {
@@ -661,10 +670,12 @@ static void flags_from_json(
         if (f->type == PATHS && json_is_array(v)) {
             ((Paths *)field(o, f))->n = 0;
             for (size_t k = 0; k < json_array_size(v); k++)
-                if (json_is_string(json_array_get(v, k))) // NOLINTNEXTLINE: lives as the flags do
-                    set_flag(o, f, strdup(json_string_value(json_array_get(v, k))), where);
-        } else if ((f->type == TEXT || f->type == CHOICE) && json_is_string(v)) { // NOLINTNEXTLINE
-            set_flag(o, f, strdup(json_string_value(v)), where);
+                if (json_is_string(json_array_get(v, k)))
+                    set_flag(o, f, kept(json_string_value(json_array_get(v, k))), where);
+        } else if (f->type == TEXT && json_is_string(v)) {
+            set_flag(o, f, kept(json_string_value(v)), where);
+        } else if (f->type == CHOICE && json_is_string(v)) {
+            set_flag(o, f, json_string_value(v), where);
         } else if (f->type == TEXT && json_is_null(v)) {
             *(const char **)field(o, f) = NULL;
         } else if (f->type < TEXT && json_is_number(v)) {
