@@ -169,6 +169,31 @@ static double kernel_number(const char *path, const char *key) {
     return x;
 }
 
+// How many threads there are from here on; 0: as many as this process may use.
+static void set_threads(int threads) {
+#ifdef _OPENMP
+    if (!threads) { // affinity is the runtime's own default; a control group's quota is ours to see
+        const double quota = kernel_number("/sys/fs/cgroup/cpu.max", "");
+        char word[64] = "";
+        double period = 100000;
+        FILE *f = fopen("/sys/fs/cgroup/cpu.max", "r");
+        if (f) {
+            if (fscanf(f, "%63s %lf", word, &period) < 2) period = 100000;
+            fclose(f);
+        }
+        if (quota > 0 && quota / period < omp_get_max_threads())
+            threads = quota < period ? 1 : (int)(quota / period);
+    }
+    if (threads > omp_get_num_procs() && !getenv("OMP_WAIT_POLICY"))
+        warn("--threads %d on %d processors: waiting threads get in the way of "
+             "working ones; OMP_WAIT_POLICY=passive makes them sleep",
+            threads, omp_get_num_procs());
+    if (threads) omp_set_num_threads(threads);
+#else
+    if (threads > 1) warn("--threads %d: built without OpenMP, one thread is used", threads);
+#endif
+}
+
 // Bytes that this process may still take: what the machine has free, or what its control group
 // leaves.
 static double memory_available(void) {
