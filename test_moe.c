@@ -826,6 +826,9 @@ static void test_bad_values(int which) {
             const StepState s = gradients(&m, 2, 1e-2, &x, 1);
             check(s.bad == bad && s.bad_layer == layer, "%s: bad %d at layer %d, not %d at %d",
                 name_of(t), s.bad, s.bad_layer, bad, layer);
+            char where[256] = "";
+            check(model_first_bad(&m, x.N, where, sizeof where) && strstr(where, name_of(t)),
+                "%s: traced to '%s'", name_of(t), where);
             model_update(&m, &adamw);
             check(!memcmp(params, m.base[A_PARAMS], bytes[0]), "%s: weights were touched",
                 name_of(t));
@@ -834,6 +837,19 @@ static void test_bad_values(int which) {
             memcpy(param_of(&m, t), was, t->count * sizeof(float));
             gradients(&m, 2, 1e-2, &x, 1); // the loads again
         }
+        finish();
+    }
+    if (begin("routing/overflow/%s", name)) { // finite weights: where the first infinity appears
+        const Tensor *t = tensor_of(&m.table, T_ATTN_OUT, 1);
+        const void *was = copy_of(param_of(&m, t), t->count * sizeof(float));
+        char where[256] = "";
+        check(!model_first_bad(&m, x.N, where, sizeof where), "found '%s' before", where);
+        for (size_t k = 0; k < t->count; k++) put(m.b, param_of(&m, t), k, 3e38);
+        check(gradients(&m, 2, 0, &x, 1).bad, "nothing overflowed");
+        model_first_bad(&m, x.N, where, sizeof where);
+        check(strstr(where, "in the residual stream of layer 1") != NULL, "traced to '%s'", where);
+        memcpy(param_of(&m, t), was, t->count * sizeof(float));
+        gradients(&m, 2, 1e-2, &x, 1);
         finish();
     }
     if (begin("routing/bad-gradient/%s", name)) {

@@ -39,10 +39,15 @@ commands() {
     run 0 "$san" --init o/best --input "$work/text" --out p --seq 33 --steps 3 --recompute 2 \
         --batch 1
     for o in '--experts 1 --topk 1' '--optimizer sgd --tied 1 --topk 5' \
-        '--recompute 1 --norm-topk 0'; do
+        '--recompute 1 --norm-topk 0' \
+        '--router sigmoid --d-shared 7 --dense-layers 1 --qk-norm full --capacity 0.5' \
+        '--routing round --tile 16 --qk-norm none --topk 1' '--capacity 0'; do
         run 0 "$san" --input "$work/text" --out "o $o" "${tiny[@]}" $o --steps 3 --threads 2
         run 0 "$san" --resume "o $o" --steps 4
     done
+    run 0 "$san" --input "$work/text" --init "o --experts 1 --topk 1" --experts 3 --topk 2 \
+        --d-shared 5 --upcycle-noise 0.1 --batch 2 --steps 2 --out up
+    run 0 "$san" info up --tsv
     run 0 "$san" eval --model o --input "$work/text" --batch 5
     run 0 "$san" generate --model o --tokens 60 --prompt "$(text 3)" --top-k 5 --top-p 0.9
     run 0 "$san" generate --model o --tokens 5 --prompt $'\xff\x01 \xc3\xa9' --temperature 0
