@@ -721,7 +721,8 @@ MODEL_FN int any_not_finite(const Backend *b, DType type, const void *p, size_t 
 }
 
 /* After a forward pass over N rows whose loss was not finite: names the first tensor, in the order
-   of the model, that holds such a value: a weight, else what a layer of a training model saved.
+   of the model, that holds such a value: a weight, else what a layer of a training model saved
+   (but for H, whose place the backward pass takes for dH).
    Slow, for a last message. Returns 0 when everything it can see is finite. */
 MODEL_FN int model_first_bad(const Model *m, int N, char *what, size_t size) {
     const Backend *b = m->b;
@@ -746,9 +747,7 @@ MODEL_FN int model_first_bad(const Model *m, int N, char *what, size_t size) {
             const void *p;
             size_t count;
         } saved[] = {{"input", y->x, n * C}, {"q, k, v", y->qkv, n * qkv_rows(c)},
-            {"attention output", y->att, n * Q}, {"residual stream", y->x2, n * C},
-            {"expert pre-activation H", m->shape.recompute < 2 ? y->mlp.H : NULL,
-                2 * n * mlp_topk(c, l) * mlp_width(c, l)}};
+            {"attention output", y->att, n * Q}, {"residual stream", y->x2, n * C}};
         for (size_t i = 0; i < sizeof saved / sizeof *saved; i++)
             if (saved[i].p && any_not_finite(b, b->act_type, saved[i].p, saved[i].count)) {
                 snprintf(
