@@ -304,7 +304,7 @@ static void open_data(Data *d, const Options *o, const Tokenizer *t, int all_val
     if (!o->input.n)
         die(USER_ERROR, "--input: expected a text file, a folder or a pattern; none was given");
     if (data_open(d, train->at, train->n, val->at, val->n, o->val_fraction, o->c.seq_len,
-            (uint64_t)o->seed, tokenizer_is_bytes(t) ? NULL : tokenizer_encode,
+            o->c.vocab_size, (uint64_t)o->seed, tokenizer_is_bytes(t) ? NULL : tokenizer_encode,
             (void *)(uintptr_t)t, &err))
         die(USER_ERROR, "%s", err.text);
 }
@@ -647,7 +647,8 @@ static void print_tables(Options *o, const char *folder) {
     ModelShape shape = {.B = o->batch, .T = o->c.seq_len, .count = 1};
     read_tokenizer(&t, &o->c, folder);
     if (data_open(&d, o->input.at, o->input.n, o->val.at, o->val.n, o->val_fraction, shape.T,
-            (uint64_t)o->seed, tokenizer_is_bytes(&t) ? NULL : tokenizer_encode, &t, &err)) {
+            o->c.vocab_size, (uint64_t)o->seed, tokenizer_is_bytes(&t) ? NULL : tokenizer_encode,
+            &t, &err)) {
         warn("no table of the texts: %s", err.text);
         return;
     }

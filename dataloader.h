@@ -1,9 +1,14 @@
-/* dataloader.h: any bytes as text, as rows of tokens for training and for validation.
+/* dataloader.h: any bytes as text, or shards of tokens, as rows for training and for validation.
 
    It knows moe.h's Err and nothing else of the house. What it does not know, the tokenizer, comes
    in as a function (Encode); without one the vocabulary is the 256 bytes and the tokens are the
    files themselves, mapped into memory and never copied. A mapped file must not shrink while it is
    read.
+
+   A shard is llm.c's: a header of 256 int32 ([0] 20240520, [1] 1, [2] the number of tokens), then
+   uint16 tokens; or [0] 20240801, [1] 7 and uint32 tokens; little-endian. It is known by its first
+   four bytes, whatever its name, and may stand beside texts. Its size must be what its header says,
+   and every token must be in the vocabulary: both are checked before anything is trained.
 
    data_open takes files, folders (every regular file below, hidden ones skipped) and glob patterns.
    Each file gives a training part, its beginning, and a validation part, its end (the last 10% or
@@ -51,13 +56,17 @@ typedef struct DataFile {
     int order;         // place in the list, as given
     unsigned char *map;
     size_t size;
+    int token_size; // 0: text; 2, 4: a shard of tokens of so many bytes
 } DataFile;
 
-// A run of tokens within one file: `byte` with the byte vocabulary, else `id`.
+/* A run of tokens within one file: `byte` of a text with the byte vocabulary, `id` of an encoded
+   one, `id16` or `id32` of a shard. */
 typedef struct DataPart {
     int source; // its file, an index into Data.file
     const unsigned char *byte;
     uint32_t *id;
+    const uint16_t *id16;
+    const uint32_t *id32;
     uint64_t len; // tokens
     uint64_t first,
         rows; // its rows are [first, first + rows) of all: of an epoch, or of the validation
@@ -74,7 +83,9 @@ typedef struct Data {
     uint64_t train_rows;   // of T targets in an epoch
     uint64_t val_tokens;   // 0: there is nothing to validate on
     uint64_t val_targets;  // tokens that are a target of a validation row
-    uint64_t val_bytes; // bytes of text behind those targets (with an encoder: of the whole parts)
+    uint64_t val_bytes; // bytes of text behind those targets (with an encoder: of the whole parts;
+                        // of a shard: unknown, 0)
+    int n_shards;       // files that are shards
 } Data;
 
 // -------------------------------------------------------------------------------------------------
@@ -130,7 +141,10 @@ DATA_FN const DataPart *data_part_of(const DataPart *part, int n, uint64_t row) 
 }
 
 DATA_FN int data_token(const DataPart *p, uint64_t at) {
-    return p->byte ? p->byte[at] : (int)p->id[at];
+    return p->byte ? p->byte[at]
+        : p->id16  ? p->id16[at]
+        : p->id32  ? (int)p->id32[at]
+                   : (int)p->id[at];
 }
 
 /* Fills x and y (rows, T) with rows first_row, first_row + 1, ... of the endless training stream: y
@@ -341,8 +355,58 @@ DATA_FN int data_drop_duplicates(Data *d, Err *err) {
     return 0;
 }
 
-// Maps a file. Shards of tokens are no text: trained on as bytes they would give a useless model.
-DATA_FN int data_map(DataFile *f, Err *err) {
+enum { SHARD_HEADER = 1024, SHARD_16 = 20240520, SHARD_32 = 20240801 };
+
+/* Checks a mapped file that begins as a shard does: version, size, and that every token is in a
+   vocabulary of `vocab`. */
+DATA_FN int data_shard(DataFile *f, int vocab, Err *err) {
+    int32_t head[3];
+    memcpy(head, f->map, f->size < sizeof head ? f->size : sizeof head);
+    const int small = head[0] == SHARD_16;
+    if (f->size < SHARD_HEADER)
+        return fail(err,
+            "%.400s: expected an llm.c token shard, a header of %d bytes and tokens, found %llu "
+            "bytes: the file is cut off",
+            f->path, SHARD_HEADER, (unsigned long long)f->size);
+    if (head[1] != (small ? 1 : 7))
+        return fail(err, "%.400s: expected an llm.c token shard of version %d, found version %d",
+            f->path, small ? 1 : 7, (int)head[1]);
+    f->token_size = small ? 2 : 4;
+    // the field is 32 bits wide, and a shard of more than 2^31 tokens uses all of them
+    const uint64_t count = (uint32_t)head[2], size = f->size - SHARD_HEADER;
+    if (count * (uint64_t)f->token_size != size)
+        return fail(err,
+            "%.400s: expected a token shard of %lld tokens, as its header says, found %llu bytes "
+            "behind the header, which are %llu of %d bytes each%s",
+            f->path, head[2] < 0 ? (long long)head[2] : (long long)count, (unsigned long long)size,
+            (unsigned long long)(size / (uint64_t)f->token_size), f->token_size,
+            size % (uint64_t)f->token_size ? " and a rest" : "");
+    if (!count) return fail(err, "%.400s: expected tokens, found an empty token shard", f->path);
+    const uint16_t *id16 = (const uint16_t *)(const void *)(f->map + SHARD_HEADER);
+    const uint32_t *id32 = (const uint32_t *)(const void *)(f->map + SHARD_HEADER);
+    for (uint64_t at = 0; at < count; at += 65536) { // the largest of a block first: it is fast
+        const uint64_t end = count - at < 65536 ? count : at + 65536;
+        uint32_t most = 0;
+        if (small) {
+            uint16_t most16 = 0;
+            for (uint64_t i = at; i < end; i++) most16 = id16[i] > most16 ? id16[i] : most16;
+            most = most16;
+        } else {
+            for (uint64_t i = at; i < end; i++) most = id32[i] > most ? id32[i] : most;
+        }
+        if (most < (uint32_t)vocab) continue;
+        while ((small ? id16[at] : id32[at]) < (uint32_t)vocab) at++;
+        return fail(err,
+            "%.400s: token %llu has the id %u, but the vocabulary has %d: the shard was made with "
+            "another vocabulary",
+            f->path, (unsigned long long)at, small ? (unsigned)id16[at] : (unsigned)id32[at],
+            vocab);
+    }
+    return 0;
+}
+
+// Maps a file, and sees whether it is a shard.
+DATA_FN int data_map(DataFile *f, int vocab, Err *err) {
     int fd = open(f->path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) return fail(err, "%.400s: cannot open this file: %s", f->path, strerror(errno));
     struct stat st;
@@ -369,14 +433,9 @@ DATA_FN int data_map(DataFile *f, Err *err) {
         }
     }
     close(fd);
-    uint32_t magic = 0;
-    if (!rc && f->size >= 1024) memcpy(&magic, f->map, sizeof magic);
-    if (magic == 20240520 || magic == 20240801) {
-        return fail(err,
-            "%.400s: expected text, found what looks like an llm.c token shard, which this "
-            "version does not read: give the text it was made from",
-            f->path);
-    }
+    int32_t magic = 0;
+    if (!rc && f->size >= sizeof magic) memcpy(&magic, f->map, sizeof magic);
+    if (magic == SHARD_16 || magic == SHARD_32) rc = data_shard(f, vocab, err);
     return rc;
 }
 
@@ -396,13 +455,23 @@ DATA_FN void data_close(Data *d) {
     memset(d, 0, sizeof *d);
 }
 
-// The tokens of bytes [begin, end) of file `source`.
+// How much there is of a file to cut: bytes of text, tokens of a shard.
+DATA_FN size_t data_units(const DataFile *f) {
+    return f->token_size ? (f->size - SHARD_HEADER) / (size_t)f->token_size : f->size;
+}
+
+// The tokens of units [begin, end) of file `source`.
 DATA_FN int data_cut(DataPart *p, const Data *d, int source, size_t begin, size_t end, Encode enc,
     void *enc_ctx, Err *err) {
     *p = (DataPart){.source = source};
-    const unsigned char *text = d->file[source].map + begin;
+    const DataFile *f = &d->file[source];
+    const unsigned char *text = f->map + begin;
     size_t count = end - begin;
-    if (!enc)
+    if (f->token_size == 2)
+        p->id16 = (const uint16_t *)(const void *)(f->map + SHARD_HEADER) + begin;
+    else if (f->token_size == 4)
+        p->id32 = (const uint32_t *)(const void *)(f->map + SHARD_HEADER) + begin;
+    else if (!enc)
         p->byte = text;
     else if (count && enc(enc_ctx, text, count, &p->id, &count, err))
         return -1;
@@ -411,7 +480,8 @@ DATA_FN int data_cut(DataPart *p, const Data *d, int source, size_t begin, size_
 }
 
 DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
-    const char *const *vals, int n_vals, double val_fraction, Encode enc, void *enc_ctx, Err *err) {
+    const char *const *vals, int n_vals, double val_fraction, int vocab, Encode enc, void *enc_ctx,
+    Err *err) {
     const uint64_t T = (uint64_t)d->T;
     for (int i = 0; i < n_inputs; i++) {
         if (data_add_input(d, inputs[i], 0, "--input", err)) return -1;
@@ -428,17 +498,17 @@ DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
     int too_short = 0, n_texts = 0, first_short = 0;
     for (int i = 0; i < d->n_files; i++) {
         DataFile *f = &d->file[i];
-        if (data_map(f, err)) return -1;
+        if (data_map(f, vocab, err)) return -1;
+        const size_t units = data_units(f);
+        d->n_shards += f->token_size > 0;
         // the same cut as int(0.9 * n): figures on a known text stay comparable
-        size_t cut = f->for_val ? 0
-            : n_vals            ? f->size
-                                : (size_t)((double)f->size * (1 - val_fraction));
-        if (cut > f->size) cut = f->size;
+        size_t cut = f->for_val ? 0 : n_vals ? units : (size_t)((double)units * (1 - val_fraction));
+        if (cut > units) cut = units;
         DataPart p;
         if (!f->for_val) {
             if (data_cut(&p, d, i, 0, cut, enc, enc_ctx, err)) return -1;
             n_texts++;
-            held_out += f->size - cut;
+            held_out += units - cut;
             if (p.len > longest) longest = p.len;
             p.first = d->train_rows;
             p.rows = p.len < T + 1 ? 0 : p.len < 3 * T ? 1 : (p.len - T) / T;
@@ -451,21 +521,21 @@ DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
                 free(p.id);
             }
         }
-        if (cut < f->size) {
-            if (data_cut(&p, d, i, cut, f->size, enc, enc_ctx, err)) return -1;
+        if (cut < units) {
+            if (data_cut(&p, d, i, cut, units, enc, enc_ctx, err)) return -1;
             p.first = val_rows;
             p.rows = p.len < 2 ? 0 : (p.len - 1 + T - 1) / T;
             if (p.rows) {
                 val_rows += p.rows;
                 d->val_tokens += p.len;
                 d->val_targets += p.len - 1;
-                d->val_bytes += f->size - cut - (enc ? 0 : 1);
+                d->val_bytes += f->token_size ? 0 : units - cut - (enc ? 0 : 1);
                 d->val[d->n_val++] = p;
             } else {
                 free(p.id);
             }
         }
-        if (enc) { // the tokens are copies
+        if (enc && !f->token_size) { // the tokens are copies
             munmap(f->map, f->size);
             f->map = NULL;
         }
@@ -473,8 +543,8 @@ DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
     if (!d->n_train && n_inputs) {
         char held[96] = "", advice[96] = "give more text";
         if (held_out) {
-            snprintf(held, sizeof held, " (%llu bytes are held out, see --val-fraction)",
-                (unsigned long long)held_out);
+            snprintf(held, sizeof held, " (%llu %s are held out, see --val-fraction)",
+                (unsigned long long)held_out, d->n_shards ? "tokens" : "bytes");
         }
         if (longest > 1) {
             snprintf(advice, sizeof advice, "lower --seq to at most %llu or give more text",
@@ -496,10 +566,11 @@ DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
 
 /* Opens the texts. inputs, vals: files, folders, patterns; n_vals = 0: the last val_fraction of
    every input is the validation text; n_inputs = 0: there are validation rows only. T: targets in a
-   row. enc NULL: bytes. Warnings go to stderr. After a failure there is nothing to close.
+   row. vocab: ids of shards must lie below it. enc NULL: bytes. Warnings go to stderr. After a failure there is nothing to close.
    d->val_tokens = 0 is no failure: there is nothing to validate on, and the caller says so. */
 DATA_FN int data_open(Data *d, const char *const *inputs, int n_inputs, const char *const *vals,
-    int n_vals, double val_fraction, int T, uint64_t seed, Encode enc, void *enc_ctx, Err *err) {
+    int n_vals, double val_fraction, int T, int vocab, uint64_t seed, Encode enc, void *enc_ctx,
+    Err *err) {
     memset(d, 0, sizeof *d);
     d->T = T;
     d->seed = seed;
@@ -511,7 +582,8 @@ DATA_FN int data_open(Data *d, const char *const *inputs, int n_inputs, const ch
     else if (!(val_fraction >= 0 && val_fraction < 1))
         rc = fail(err, "--val-fraction %g: expected at least 0 and less than 1", val_fraction);
     else
-        rc = data_open_files(d, inputs, n_inputs, vals, n_vals, val_fraction, enc, enc_ctx, err);
+        rc = data_open_files(
+            d, inputs, n_inputs, vals, n_vals, val_fraction, vocab, enc, enc_ctx, err);
     if (rc) {
         data_close(d);
         for (char *c = err->text; *c; c++) { // a file's name may hold a line break

@@ -190,9 +190,12 @@ static int number(
     return 0;
 }
 
+static int vocabulary = 256; // what ids of shards must lie below
+
 static int open_data(
     Data *d, const char *in, const char *val, double fraction, int T, Encode enc, void *ctx) {
-    return data_open(d, &in, in != NULL, &val, val != NULL, fraction, T, 42, enc, ctx, &err);
+    return data_open(
+        d, &in, in != NULL, &val, val != NULL, fraction, T, vocabulary, 42, enc, ctx, &err);
 }
 
 /* Three files of `len` tokens, each with as many held out. Training: a window is a run of T+1
@@ -336,6 +339,139 @@ static void test_rows(void) {
     }
 }
 
+// A shard of n tokens, first, first + 1, ...; size: of a token; its header's count may lie.
+static void put_shard(const char *path, int size, int version, int64_t count, int n, int first) {
+    const size_t bytes = 1024 + (size_t)n * (size_t)size;
+    unsigned char *all = calloc(1, bytes);
+    const int32_t head[3] = {size == 2 ? 20240520 : 20240801, version, (int32_t)count};
+    memcpy(all, head, sizeof head);
+    for (int i = 0; i < n; i++) {
+        const uint32_t id = (uint32_t)(first + i);
+        memcpy(all + 1024 + (size_t)i * (size_t)size, &id, (size_t)size); // little-endian
+    }
+    put(path, all, bytes);
+    free(all);
+}
+
+static void test_shards(void) {
+    enum { N = 1000, T = 8 };
+    static const struct {
+        const char *name;
+        int size, version;
+        int64_t count;
+        int n, first, vocab;
+        const char *word, *other;
+    } no[] = {
+        {"version", 2, 2, 10, 10, 0, 300, "version 1, found version 2", NULL},
+        {"version-32", 4, 1, 10, 10, 0, 300, "version 7, found version 1", NULL},
+        {"count-one-more", 2, 1, 11, 10, 0, 300, "of 11 tokens", "which are 10 of 2 bytes"},
+        {"count-one-less", 4, 7, 9, 10, 0, 300, "of 9 tokens", "which are 10 of 4 bytes"},
+        {"count-negative", 2, 1, -10, 10, 0, 300, "of -10 tokens", "found 20 bytes"},
+        {"count-huge", 2, 1, INT32_MAX, 10, 0, 300, "of 2147483647 tokens", NULL},
+        {"count-zero", 2, 1, 0, 0, 0, 300, "an empty token shard", NULL},
+        {"id", 2, 1, 10, 10, 295, 300, "token 5 has the id 300", "the vocabulary has 300"},
+        {"id-32", 4, 7, 10, 10, 99999, 100001, "token 2 has the id 100001", "has 100001"},
+        {"id-of-bytes", 2, 1, 10, 10, 250, 256, "token 6 has the id 256", "has 256"},
+    };
+    Data d, e;
+    int x[T], y[T], source;
+    folder("sh");
+    for (size_t i = 0; i < COUNT(no); i++) {
+        if (!begin("shards/refused/%s", no[i].name)) continue;
+        put_shard("sh/bad", no[i].size, no[i].version, no[i].count, no[i].n, no[i].first);
+        vocabulary = no[i].vocab;
+        refused(open_data(&d, "sh/bad", NULL, 0, T, NULL, NULL), "sh/bad: ", no[i].word);
+        if (no[i].other) check(strstr(err.text, no[i].other) != NULL, "%s", err.text);
+        finish();
+    }
+    if (begin("shards/refused/id-in-a-later-block")) {
+        put_shard("sh/bad", 2, 1, 65536, 65536, 0);
+        vocabulary = 65535;
+        refused(
+            open_data(&d, "sh/bad", NULL, 0, T, NULL, NULL), "token 65535 has the id 65535", NULL);
+        vocabulary = 65536;
+        accepted(open_data(&d, "sh/bad", NULL, 0, T, NULL, NULL));
+        data_close(&d);
+        finish();
+    }
+    if (begin("shards/refused/cut-off")) {
+        const unsigned char head[1023] = {0x88, 0xd8, 0x34, 1, 1};
+        const size_t sizes[] = {4, 7, 12, 1023};
+        for (size_t i = 0; i < COUNT(sizes); i++) {
+            put("sh/bad", head, sizes[i]);
+            refused(open_data(&d, "sh/bad", NULL, 0, T, NULL, NULL), "sh/bad: expected an llm.c",
+                "the file is cut off");
+        }
+        put_shard("sh/bad", 2, 1, 10, 10, 0);
+        must(!truncate("sh/bad", 1043), "sh/bad");
+        refused(open_data(&d, "sh/bad", NULL, 0, T, NULL, NULL),
+            "which are 9 of 2 bytes each and a", NULL);
+        finish();
+    }
+    unlink("sh/bad");
+    vocabulary = 4 * N;
+    if (begin("shards/rows")) { // both kinds, by a pattern, shuffled together, each in its own part
+        put_shard("sh/a.bin", 2, 1, N, N, 0);
+        put_shard("sh/b.bin", 4, 7, N, N, N);
+        put_shard("sh/c.bin", 2, 1, N, N, 2 * N);
+        accepted(open_data(&d, "sh/*.bin", NULL, 0.1, T, NULL, NULL));
+        check(d.n_shards == 3 && d.train_tokens == 3 * 900 && d.val_tokens == 3 * 100,
+            "%d shards, %d tokens", d.n_shards, (int)d.train_tokens);
+        int seen[4 * N] = {0}, turns = 0, last = -1;
+        for (uint64_t row = 0; row < 2 * d.train_rows; row++) {
+            if (row == d.train_rows) memset(seen, 0, sizeof seen);
+            data_train_rows(&d, row, 1, x, y, &source);
+            turns += source != last, last = source;
+            check(x[0] / N == source && y[T - 1] % N < 900, "row %d: token %d of file %d", (int)row,
+                x[0], source);
+            for (int t = 0; t < T; t++)
+                check(x[t] == x[0] + t && y[t] == x[t] + 1 && !seen[x[t]]++, "token %d", x[t]);
+        }
+        check(turns > 100, "the shards are not shuffled together: %d turns", turns);
+        uint64_t rows = data_val_rows(&d);
+        int targets = 0;
+        for (uint64_t row = 0; row < rows; row++) targets += data_val_row(&d, row, x, y);
+        check(targets == 3 * 99, "%d targets", targets);
+        data_close(&d);
+        finish();
+    }
+    if (begin("shards/as-encoded")) { // the rows of a shard are those of a text with these tokens
+        Numbers numbers = {0, 0};
+        char text[N] = {0};
+        put("sh/text", text, sizeof text);
+        put_shard("sh/same", 4, 7, N, N, 0);
+        accepted(open_data(&d, "sh/text", NULL, 0, T, number, &numbers));
+        accepted(
+            open_data(&e, "sh/same", NULL, 0, T, number, &numbers)); // the encoder is not asked
+        check(d.train_rows == e.train_rows, "%d rows", (int)e.train_rows);
+        for (uint64_t row = 0; row < 300; row++) {
+            int x1[T], y1[T];
+            data_train_rows(&d, row, 1, x, y, NULL);
+            data_train_rows(&e, row, 1, x1, y1, NULL);
+            check(!memcmp(x, x1, sizeof x) && !memcmp(y, y1, sizeof y), "row %d", (int)row);
+        }
+        data_close(&d);
+        data_close(&e);
+        finish();
+    }
+    if (begin("shards/beside-a-text")) {
+        char text[N];
+        memset(text, 'x', sizeof text);
+        put("sh/mixed.txt", text, sizeof text);
+        put_shard("sh/mixed.bin", 2, 1, N, N, N);
+        accepted(open_data(&d, "sh/mixed.*", NULL, 0, T, NULL, NULL));
+        int bytes = 0, ids = 0;
+        for (uint64_t row = 0; row < d.train_rows; row++) {
+            data_train_rows(&d, row, 1, x, y, NULL);
+            x[0] == 'x' ? bytes++ : ids++;
+        }
+        check(bytes == 124 && ids == 124, "%d rows of text, %d of the shard", bytes, ids);
+        data_close(&d);
+        finish();
+    }
+    vocabulary = 256;
+}
+
 static void test_inputs(void) {
     static const struct {
         const char *name, *input;
@@ -350,7 +486,7 @@ static void test_inputs(void) {
         {"empty-file", "t/empty", .1, 8, "t/empty", "an empty file"},
         {"empty-folder", "t/nothing", .1, 8, "t/nothing", "found none"},
         {"empty-name", "", .1, 8, "--input", "empty name"},
-        {"token-shard", "t/shard", .1, 8, "t/shard", "token shard"},
+        {"token-shard", "t/shard", .1, 8, "t/shard", "an empty token shard"},
         {"too-short", "t/short", .1, 16, "t/short: too short: 9 training tokens",
             "--seq 16 needs 17: lower --seq to at most 8"},
         {"held-out", "t/short", .5, 16, "5 training tokens (5 bytes are held out", "at most 4"},
@@ -430,7 +566,7 @@ static void test_inputs(void) {
         fflush(stderr);
         int terminal = dup(2), log = open("stderr", O_RDWR | O_CREAT | O_APPEND, 0666);
         must(terminal >= 0 && log >= 0 && dup2(log, 2) == 2, "stderr");
-        int rc = data_open(&d, in, 5, &val, 1, 0.5, 16, 1, NULL, NULL, &err);
+        int rc = data_open(&d, in, 5, &val, 1, 0.5, 16, 256, 1, NULL, NULL, &err);
         must(dup2(terminal, 2) == 2 && pread(log, said, sizeof said - 1, 0) > 0, "stderr");
         close(terminal), close(log);
         accepted(rc);
@@ -1540,7 +1676,7 @@ static int do_task(size_t task, const TensorTable *t, void *p) {
     tokenizer_bytes(&tok);
     switch (task) {
     case 0:
-        rc = data_open(&d, in, 1, in + 1, 1, 0, 8, 1, number, &numbers, &err);
+        rc = data_open(&d, in, 1, in + 1, 1, 0, 8, 256, 1, number, &numbers, &err);
         if (!rc) data_close(&d);
         return rc;
     case 1: return tokenizer_save(&tok, "tok", &err);
@@ -1649,6 +1785,7 @@ int main(int argc, char **argv) {
     must(mkdtemp(dir) && !chdir(dir), dir);
     json_set_alloc_funcs(mem_parser, mem_free);
     test_rows();
+    test_shards();
     test_inputs();
     test_tokenizer();
     test_safe();
