@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Gets public-domain text to train on into data/text/, and prints the path of each text on stdout,
 # one a line. Usage: data/get_text.sh [TEXT]   TEXT, a path of yours: printed, nothing fetched.
+#        data/get_text.sh large      and 26 MB more into data/text/large/, for longer runs: Spurgeon's
+#                                    Treasury of David, the World English Bible, Matthew Henry's
+#                                    commentary, Jane Austen's novels, Moby Dick; Debian packages
 #
 # Safe to run again: a text that is there with the right sha256 is kept, another is replaced, and a
 # file that you put into data/text/ yourself (*.txt, under another name) is used as it is.
@@ -24,14 +27,22 @@ export LC_ALL=C
     kjv=cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d
     sherlock=efc28bcd78eb3e5a903117fb117819208c6745849ea4862ad7e6ed6b216aa69d
     shakespeare=86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed
+    spurgeon=0d6b36dc84b82c6d4c6f3df80c376b24821c7a5ea2c5ca710bd9a53f4563392b
+    web=a0b9396efbefe69e891db8bdaf69a36674ad1fc5edb5ce5f1c86f32ee9db18d9
+    henry=fdb0b71b76a4bc144aed121f756d7878ee8f2351521725f85af114032ebfe47f
+    austen=65b434d16a8755142bfa95ba19c5f9abd0d30cf3dffe3b6793e834f9f56dcc96
+    mobydick=0a4f9d0a1e6faae432487248d0ae84221f1cd26f47a11bdf029314669a7bfc28
 }
+large=
 
 say() { echo "text: $*" >&2; }
 sha256() {
     { sha256sum "$1" 2>/dev/null || shasum -a 256 "$1"; } | cut -c 1-64
 }
 
-if [ -n "${1:-}" ]; then
+if [ "${1:-}" = large ]; then
+    large="spurgeon web henry austen mobydick"
+elif [ -n "${1:-}" ]; then
     printf '%s\n' "$1"
     exit 0
 fi
@@ -44,22 +55,31 @@ trap 'rm -rf "$tmp" "$part"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# have NAME: is data/text/NAME.txt there, with its sha256?
-have() { [ -f "$dir/$1.txt" ] && [ "$(sha256 "$dir/$1.txt")" = "${!1}" ]; }
+# Where the text NAME belongs.
+place() {
+    case $1 in
+        kjv | sherlock | shakespeare) echo "$dir/$1.txt" ;;
+        *) echo "$dir/large/$1.txt" ;;
+    esac
+}
 
-# keep NAME FILE SOURCE: FILE becomes data/text/NAME.txt if it has the right sha256.
+# have NAME: is it there, with its sha256?
+have() { [ -f "$(place "$1")" ] && [ "$(sha256 "$(place "$1")")" = "${!1}" ]; }
+
+# keep NAME FILE SOURCE: FILE becomes the text NAME if it has the right sha256.
 keep() {
-    local sum
+    local sum to
+    to=$(place "$1")
     sum=$(sha256 "$2")
     if [ "$sum" != "${!1}" ]; then
         say "$1.txt from $3 is not the expected text: sha256 $sum, expected ${!1}"
         return 1
     fi
-    if ! cp "$2" "$part" || ! mv "$part" "$dir/$1.txt"; then
-        say "$1.txt cannot be written to $dir"
+    if ! mkdir -p "$(dirname "$to")" || ! cp "$2" "$part" || ! mv "$part" "$to"; then
+        say "$1.txt cannot be written to $(dirname "$to")"
         return 1
     fi
-    say "$1.txt: $(wc -c <"$dir/$1.txt") bytes from $3"
+    say "$1.txt: $(wc -c <"$to") bytes from $3"
 }
 
 # A Project Gutenberg file on stdin to its text: what stands between the START and END
@@ -130,6 +150,90 @@ sherlock_from_debian() {
     keep sherlock "$tmp/sherlock" "the Debian package golang-github-pierrec-lz4-dev"
 }
 
+# gzip reads a zlib stream whose first two bytes take the place of the last two of its own header; it
+# has no checksum that gzip knows, which gzip says, after the last byte.
+inflate() {
+    { printf '\37\213\10\0\0\0\0\0' && cat; } | gzip -dc 2>/dev/null || true
+}
+
+# A module of SWORD, compressed by book or chapter: FILE.?zz is the streams, FILE.?zs says where each
+# begins, and how long it is. OSIS markup goes, notes too: a paragraph or a verse a line.
+sword() { # FILE.?zz...
+    local file offset size rest
+    for file; do
+        od -An -v -tu4 -w12 "${file%z}s" | while read -r offset size rest; do
+            [ "$size" -gt 2 ] || continue
+            tail -c +$((offset + 1)) "$file" | head -c "$size" | inflate
+        done
+    done | tr '\0\n' '  ' | awk -v RS='<' '
+        {
+            at = NR > 1 ? index($0, ">") : 0
+            tag = substr($0, 1, at - 1)
+            text = substr($0, at + 1)
+        }
+        tag ~ /^note/ && tag !~ /\/$/ { note = 1 }
+        tag ~ /^\/note/ { note = 0 }
+        tag ~ /^\/?(title|div|verse|chapter|p|l|lg|lb)([ \/]|$)/ { printf "\n" }
+        !note { printf "%s", text }' |
+        sed -e 's/&lt;/</g; s/&gt;/>/g; s/&quot;/"/g; s/&apos;/'"'"'/g; s/&amp;/\&/g' \
+            -e 's/[ \t]\{1,\}/ /g; s/^ //; s/ $//' | awk 'NF'
+}
+
+sword_from_debian() { # NAME PACKAGE MODULE
+    unpack "$2" || return 1
+    local modules=$tmp/root/usr/share/sword/modules file files=()
+    for file in "$modules/$3"/ot.[bc]zz "$modules/$3"/nt.[bc]zz; do
+        [ ! -s "$file" ] || files+=("$file")
+    done
+    sword "${files[@]}" >"$tmp/$1"
+    keep "$1" "$tmp/$1" "the Debian package $2"
+}
+
+# The character vectors of a lazy-load database of R, a string a line. Rdata.rdx has the place and
+# size of each object (integer vectors of two), Rdata.rdb the objects: four bytes of length, a stream.
+r_strings() { # FOLDER
+    gzip -dc "$1/Rdata.rdx" | od -An -v -tx1 | tr -d ' \n' | grep -o '0000000d00000002.\{16\}' |
+        while read -r pair; do
+            tail -c +$((0x${pair:16:8} + 5)) "$1/Rdata.rdb" |
+                head -c $((0x${pair:24:8} - 4)) | inflate | od -An -v -tu1 -w4096
+        done | awk '
+            # a string is its flags (0 4 0 9 in ASCII, 0 0 128 9 in UTF-8), its length, its bytes
+            {
+                for (i = 1; i <= NF; i++) {
+                    if (left > 0) {
+                        printf "%c", $i + 0
+                        if (--left == 0) printf "\n"
+                    } else if (need > 0) {
+                        left = left0 = left0 * 256 + $i
+                        if (--need > 0) left = 0
+                        else if (left == 0) printf "\n"
+                    } else {
+                        a = b; b = c; c = d; d = $i + 0
+                        if (a == 0 && d == 9 && (b == 4 && c == 0 || b == 0 && c == 128)) {
+                            need = 4
+                            left0 = 0
+                        }
+                    }
+                }
+            }'
+}
+
+austen_from_debian() {
+    unpack r-cran-janeaustenr || return 1
+    r_strings "$tmp/root/usr/lib/R/site-library/janeaustenr/data" >"$tmp/austen"
+    keep austen "$tmp/austen" "the Debian package r-cran-janeaustenr"
+}
+
+mobydick_from_debian() {
+    unpack r-cran-tokenizers || return 1
+    r_strings "$tmp/root/usr/lib/R/site-library/tokenizers/data" | gutenberg >"$tmp/mobydick"
+    keep mobydick "$tmp/mobydick" "the Debian package r-cran-tokenizers"
+}
+
+spurgeon_from_debian() { sword_from_debian spurgeon sword-comm-tdavid comments/zcom/tdavid; }
+web_from_debian() { sword_from_debian web sword-text-web texts/ztext/engWEB2015eb; }
+henry_from_debian() { sword_from_debian henry sword-comm-mhcc comments/zcom/mhcc; }
+
 # ---- HTTPS ---------------------------------------------------------------------------------------
 github=https://raw.githubusercontent.com
 
@@ -164,6 +268,7 @@ shakespeare_from_https() {
 have kjv || kjv_from_debian || true
 have sherlock || sherlock_from_debian || sherlock_from_https || true
 have kjv || have shakespeare || shakespeare_from_https || true
+for name in $large; do have "$name" || "${name}_from_debian" || true; done
 
 found=0
 for file in "$dir"/*.txt; do
@@ -178,5 +283,8 @@ for file in "$dir"/*.txt; do
     esac
     printf '%s\n' "$file"
     found=1
+done
+for name in $large; do
+    if have "$name"; then place "$name" && found=1; fi
 done
 [ $found = 1 ] || { say "no text could be had"; exit 1; }
