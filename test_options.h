@@ -346,6 +346,27 @@ static void test_select_threads(void) {
     finish();
 }
 
+// The capacity of an expert is ceil(F N K / E), at most N, and not one more for a rounding error.
+static void test_limit(void) {
+    static const struct {
+        double capacity;
+        int N, limit;
+    } want[] = {{1, 20, 10}, {1.1, 20, 11}, {1.01, 20, 11}, {0.3, 20, 3}, {0.7, 20, 7},
+        {0.01, 20, 1}, {0, 20, 0}, {2, 20, 20}, {1e9, 20, 20}, {-1, 20, 20}, {1, 7, 4},
+        {1.9, 7, 7}};
+    if (!begin("select/limit")) return;
+    const Config c = config(31, 1, 8, 1, 1, 2, 4, 2, 3); // K / E = 1 / 2
+    Model m = new_model(&c, backend_cpu(), 1, 20, 1, 0, NULL);
+    for (size_t i = 0; i < sizeof want / sizeof *want; i++) {
+        m.capacity = want[i].capacity;
+        const int limit = router_of(&m, want[i].N, 1).limit;
+        check(limit == want[i].limit, "capacity %g of %d tokens: %d, not %d", want[i].capacity,
+            want[i].N, limit, want[i].limit);
+    }
+    model_free(&m);
+    finish();
+}
+
 static void test_bias(void) {
     const Backend *b = backend_f64();
     double bias[4] = {0.5, -1, 0, 0.25};
@@ -432,6 +453,7 @@ static void test_all_options(void) {
     test_select(ROUTER_SOFTMAX);
     test_select(ROUTER_SIGMOID);
     test_select_threads();
+    test_limit();
     test_bias();
     for (int i = 0; i < 3; i++) {
         test_upcycle(backend_f64(), 1e-13, i);
