@@ -221,7 +221,9 @@ plot: all
 	@[ -n '$(RUN)' ] || { echo 'plot: expected RUN=FOLDER, the folder of a run' >&2; exit 2; }
 	@command -v gnuplot >/dev/null || { \
 	    echo 'plot: no gnuplot here: apt-get install gnuplot-nox, or make deps-all' >&2; exit 2; }
-	@./train_moe info '$(RUN)' --tsv >'$(RUN)/run.tsv'
+	@[ -d '$(RUN)' ] || { echo 'plot: $(RUN) is no folder of a run' >&2; exit 2; }
+	@./train_moe info '$(RUN)' --tsv >'$(RUN)/run.tsv.part' || { rm -f '$(RUN)/run.tsv.part'; exit 2; }
+	@mv '$(RUN)/run.tsv.part' '$(RUN)/run.tsv'
 	@gnuplot -c data/plot.gp '$(RUN)/run.tsv' '$(RUN)/run' && ls '$(RUN)'/run-*
 
 # ---- the rest ------------------------------------------------------------------------------------

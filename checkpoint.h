@@ -793,8 +793,8 @@ CKPT_FN int config_name(ConfigFile *f, const char *key, const char *const *names
     for (int i = 0; i < n; i++)
         if (text && !strcmp(text, names[i])) return i;
     if (!f->bad)
-        f->bad = fail(f->err, "%s: %s: expected %s, %s%s%s, found %s", f->path, key, names[0],
-            names[1], n > 2 ? " or " : "", n > 2 ? names[2] : "",
+        f->bad = fail(f->err, "%s: %s: expected %s%s%s%s%s, found %s", f->path, key, names[0],
+            n > 2 ? ", " : " or ", names[1], n > 2 ? " or " : "", n > 2 ? names[2] : "",
             text    ? shown(text)
                 : j ? "another value"
                     : "no such key");

@@ -314,6 +314,13 @@ static void check_batch(const Options *o) {
         die(USER_ERROR,
             "--batch %d x --seq %d: expected at most %d tokens in a micro-batch; lower --batch",
             o->batch, o->c.seq_len, 1 << 28);
+    const double slots = (double)o->batch * o->c.seq_len * o->c.top_k +
+        (o->routing == ROUTING_ROUND ? (double)o->c.n_experts * o->tile : 0);
+    if (slots > INT_MAX)
+        die(USER_ERROR,
+            "--batch %d x --seq %d x --topk %d: expected at most %d pairs of token and expert in a "
+            "micro-batch; lower --batch",
+            o->batch, o->c.seq_len, o->c.top_k, INT_MAX);
 }
 
 // What of a forward pass over N rows was not finite, in words.
@@ -551,8 +558,11 @@ static void command_eval(Options *o) {
     char what[640];
     if (r.state.bad) die(RUN_ERROR, "%s: %s", folder, say_bad(&m, &r.state, (int)N, what));
     const double bytes_a_target = (double)d.val_bytes / (double)d.val_targets;
-    printf("loss %.6f | perplexity %.4f | bits per byte %.4f | %llu tokens\n", r.loss,
-        exp_d(r.loss), r.loss / log_d(2) / bytes_a_target, (unsigned long long)r.targets);
+    char bits[32] = "-"; // of a shard the text, and so its length, is not known
+    if (!d.n_shards || tokenizer_is_bytes(&t))
+        snprintf(bits, sizeof bits, "%.4f", r.loss / log_d(2) / (d.n_shards ? 1 : bytes_a_target));
+    printf("loss %.6f | perplexity %.4f | bits per byte %s | %llu tokens\n", r.loss, exp_d(r.loss),
+        bits, (unsigned long long)r.targets);
     free(x);
     data_close(&d);
     tokenizer_free(&t);

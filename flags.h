@@ -86,7 +86,8 @@ static const Flag flags[] = {
         "topk|round in training; round: every expert's tokens to a multiple of --tile"},
     {"tile", INT, AT(tile), 1, 1 << 16, SHAPED, "tokens that --routing round rounds to"},
     {"capacity", REAL, AT(capacity), 0, 1e9, SHAPED,
-        "an expert drops its weakest tokens in training beyond this much of an even share"},
+        "an expert drops its weakest tokens in training beyond this much of an even share; 1e9 = "
+        "none"},
     {"batch", INT, AT(batch), 1, 1 << 24, SHAPED | EVAL, "sequences in a micro-batch"},
     {"seq", INT, AT(c.seq_len), 1, 1 << 24, SHAPED, "tokens in a sequence"},
     {"total-batch", LONG, AT(total_batch), 0, 1e12, TRAIN,
@@ -368,7 +369,8 @@ static int was_given(const int given[N_FLAGS], const char *name) {
 static void settle_routing(const Options *o, const int given[N_FLAGS]) {
     const Config *c = &o->c;
     if (c->n_experts == 1) {
-        static const char *const routed[] = {"d-shared", "dense-layers", "bias-rate", "capacity"};
+        static const char *const routed[] = {
+            "d-shared", "dense-layers", "bias-rate", "capacity", "tile"};
         for (size_t i = 0; i < sizeof routed / sizeof *routed; i++)
             if (was_given(given, routed[i]))
                 die(USER_ERROR,
@@ -392,11 +394,17 @@ static void settle_routing(const Options *o, const int given[N_FLAGS]) {
     if (was_given(given, "capacity"))
         die(USER_ERROR,
             "--capacity: expected --routing topk, found round, which sets every expert's tokens");
+    const double share = (double)o->batch * c->seq_len * c->top_k / c->n_experts;
+    if (o->tile > share && o->tile <= (int64_t)o->batch * c->seq_len)
+        warn("--tile %d is more than an expert's even share of %g tokens: many experts get none; "
+             "lower it, or raise --batch",
+            o->tile, share);
     if (o->tile > (int64_t)o->batch * c->seq_len)
         die(USER_ERROR,
             "--tile: expected at most the --batch %d x --seq %d = %lld tokens of a micro-batch, "
-            "found %d",
-            o->batch, c->seq_len, (long long)o->batch * c->seq_len, o->tile);
+            "found %d%s",
+            o->batch, c->seq_len, (long long)o->batch * c->seq_len, o->tile,
+            was_given(given, "tile") ? "" : ", its default");
 }
 
 // What depends on several flags. from_file: the shape of the model was read, not given.

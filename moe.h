@@ -43,6 +43,8 @@ enum { MAX_LAYERS = 1024, ARENA_ALIGN = 256 }; // every tensor starts on ARENA_A
 
 enum { USER_ERROR = 2, RUN_ERROR = 1 }; // exit status: bad input or flag | a run that failed
 
+static int line_open __attribute__((unused)); // a line on stdout that has no end yet
+
 // One line on stderr, whatever the words in it hold: control characters become '?'.
 static inline void say_line(const char *what, const char *fmt, va_list ap) {
     char text[8192];
@@ -50,6 +52,8 @@ static inline void say_line(const char *what, const char *fmt, va_list ap) {
     vsnprintf(text + n, sizeof text - n, fmt, ap);
     for (char *s = text; *s; s++)
         if ((unsigned char)*s < 32 || *s == 127) *s = '?';
+    if (line_open) putchar('\n');
+    line_open = 0;
     fflush(stdout);
     fprintf(stderr, "%s\n", text);
 }
@@ -559,7 +563,8 @@ typedef struct Backend {
     /* As plan_topk, then a selection over all N rows. Capacity: an expert keeps the `limit` slots of
        largest weight. Token rounding: expert e gets count_e rounded to a multiple of `tile` (half to
        even, at most N): its own slots by weight, then the rows of highest probability that had not
-       chosen it, whose weight is the raw score. Ties go to the earlier row. moved[0] += slots
+       chosen it, whose weight is the raw score. Ties go to the higher probability, then to the
+       earlier row. moved[0] += slots
        dropped, moved[1] += slots added. reuse: the slots are given, only their weights are filled. */
     void (*plan_select)(Plan *p, int *moved, const int *idx, const stat_t *weight, const int *count,
         const stat_t *logits, const stat_t *lse, Router r, int reuse, void *scratch);

@@ -442,6 +442,10 @@ static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *
 // -------------------------------------------------------------------------------------------------
 // router
 
+// Added to a sum of scores before it divides: sigmoids of logits below -88 are all 0. It changes no
+// bit of a sum above 1e-12.
+#define TINY ((real)1e-20)
+
 // p = softmax(z), returns log-sum-exp
 static inline real softmax_row(real *p, const real *z, int E) {
     const real m = max_of(z, E);
@@ -501,8 +505,8 @@ static void router_forward(stat_t *logits_, stat_t *lse_, int *idx, stat_t *weig
             }
             if (!reuse) choose_topk(id, r.kind == ROUTER_SIGMOID ? score : z, E, K);
             for (int k = 0; k < K; k++) total += w[k] = p[id[k]];
-            for (int k = 0; k < K && r.norm_topk; k++) w[k] /= total;
-            const real inv = r.kind == ROUTER_SIGMOID ? 1 / sum(p, E) : 1;
+            for (int k = 0; k < K && r.norm_topk; k++) w[k] /= total + TINY;
+            const real inv = r.kind == ROUTER_SIGMOID ? 1 / (sum(p, E) + TINY) : 1;
             for (int e = 0; e < E; e++) sum_p[e] += p[e] * inv;
             mean_z[block] += lse[n] * lse[n];
         }
@@ -569,7 +573,7 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS_, const Pla
         // the balance loss: P_e is the mean of p (softmax), or of s / sum s (sigmoid)
         const real aux = (real)(r.aux_coef * E / ((double)N * N * K));
         if (is_sigmoid) {
-            const real total = sum(s, E);
+            const real total = sum(s, E) + TINY;
             real mean = 0;
             for (int e = 0; e < E; e++) mean += s[e] / total * (aux * count[e]);
             for (int e = 0; e < E; e++) ds[e] += (aux * count[e] - mean) / total;
@@ -613,13 +617,22 @@ static void plan_topk(
     p->offsets[0] = 0;
 }
 
-// A row that an expert may take. Better: the larger value, then the earlier row.
+/* A row that an expert may take. Better: the larger combine weight (0 where the row chose others),
+   then the larger probability, then the earlier row: never a draw, so the best n are always the same
+   n, also among NaN, which come last. (A bad router has stopped the step by then; the plan must be
+   sound all the same.) */
 typedef struct Candidate {
-    real value;
+    real weight, rank;
     int row;
 } Candidate;
+static inline Candidate candidate(real weight, real rank, int row) {
+    Candidate c = {isnan(weight) ? -INFINITY : weight, isnan(rank) ? -INFINITY : rank, row};
+    return c;
+}
 static inline int better(Candidate a, Candidate b) {
-    return a.value > b.value || (a.value == b.value && a.row < b.row);
+    return a.weight != b.weight ? a.weight > b.weight
+        : a.rank != b.rank      ? a.rank > b.rank
+                                : a.row < b.row;
 }
 
 // The last of the n best, 1 <= n <= count; the list is reordered [quickselect, Hoare 1961].
@@ -662,40 +675,31 @@ static int selected_count(int count, Router r) {
     return min_int(tiles, r.N / r.tile) * r.tile;
 }
 
-/* The rows of expert e, `want` of them, in order. p holds those that chose it; the others are ranked
-   by their probability, or rather by a logarithm of it up to what all rows of e share. */
+/* The rows of expert e, `want` of them, in order. p holds those that chose it. Rows are ranked by
+   their probability, or rather by a logarithm of it up to what all rows of e share. An expert that
+   shrinks chooses among its own, one that grows keeps them and chooses among the others. */
 static void select_rows(int *out, int want, const Plan *p, int e, const real *logits,
     const real *lse, Router r, Candidate *list) {
     const real *weight = (const real *)p->weight + p->offsets[e];
     const int *own = p->row + p->offsets[e];
     const int have = p->offsets[e + 1] - p->offsets[e], grows = want > have;
-    int n = 0;
+    Candidate last = {0, 0, 0};
     if (want == have) memcpy(out, own, have * sizeof(int));
     if (want == have || want == 0) return;
-    for (int i = 0, row = 0; row < (grows ? r.N : have); row++) {
-        Candidate c = {0, grows ? row : own[row]};
-        const real z = grows ? logits[(size_t)row * r.E + e] : 0;
-        if (!grows)
-            c.value = weight[row];
-        else if (i < have && own[i] == row) {
-            i++;
-            continue;
-        } else
-            c.value = r.kind == ROUTER_SIGMOID ? z : z - lse[row];
-        list[n++] = c;
-    }
-    const Candidate last = nth_best(list, n, grows ? want - have : want);
-    for (int i = 0, row = 0; row < (grows ? r.N : have); row++) {
-        Candidate c = {0, grows ? row : own[row]};
-        const real z = grows ? logits[(size_t)row * r.E + e] : 0;
-        int mine = 0;
-        if (!grows)
-            c.value = weight[row];
-        else if (i < have && own[i] == row)
-            mine = ++i;
-        else
-            c.value = r.kind == ROUTER_SIGMOID ? z : z - lse[row];
-        if (mine || !better(last, c)) *out++ = c.row;
+    for (int choosing = 1; choosing >= 0; choosing--) { // list the candidates, then take the best
+        int n = 0, i = 0;                               // i: of own
+        for (int k = 0; k < (grows ? r.N : have); k++) {
+            const int row = grows ? k : own[k], mine = grows && i < have && own[i] == row;
+            const real z = logits[(size_t)row * r.E + e];
+            const Candidate c =
+                candidate(grows ? 0 : weight[k], r.kind == ROUTER_SIGMOID ? z : z - lse[row], row);
+            i += mine;
+            if (choosing && !mine)
+                list[n++] = c;
+            else if (!choosing && (mine || !better(last, c)))
+                *out++ = row;
+        }
+        if (choosing) last = nth_best(list, n, grows ? want - have : want);
     }
 }
 

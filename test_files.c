@@ -1064,7 +1064,7 @@ static void test_config(void) {
             "qk_norm: expected none, full or head, found another"},
         {"qk-norm-missing", "{\"qk_norm\": \"-\"}",
             "qk_norm: expected none, full or head, found no"},
-        {"router-other", "{\"scoring_func\": \"tanh\"}", "expected softmax, sigmoid, found tanh"},
+        {"router-other", "{\"scoring_func\": \"tanh\"}", "expected softmax or sigmoid, found tanh"},
         {"shared-negative", "{\"shared_expert_intermediate_size\": -8}", "expected 1 to"},
         {"own-unknown-key", "{\"n_group\": 4}", "n_group: this key is not known"},
     };

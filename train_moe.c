@@ -118,6 +118,7 @@ static void progress_line(
         terminal ? "\r" : "", width, (long long)r->step, (long long)steps, s->loss, val,
         s->grad_norm, lr, human(tok_per_s, rate), bal, done, left,
         !terminal || v || r->step == steps ? "\n" : "  ");
+    line_open = terminal && !v && r->step != steps;
     fflush(stdout);
 }
 

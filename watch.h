@@ -148,21 +148,22 @@ WATCH_FN int watch_log(const Watch *w, json_t *line, int64_t step, int64_t token
     return rc ? -1 : 0;
 }
 
-// One warning about all experts whose count of steps has reached a time to speak.
+/* One warning about all experts of whose state it is time to speak. Called every WATCH_STEPS steps:
+   an expert is named when it has been in that state for WATCH_STEPS steps, then for twice as many, and
+   so on. */
 WATCH_FN void watch_say(
     const Watch *w, const int *since, int64_t step, const char *what, const char *advice) {
     const Config *c = w->c;
     char list[400] = "";
     size_t at = 0;
-    int most = 0;
+    int least = 0;
     for (int l = 0; l < c->n_layers; l++) {
         int first = 1;
         for (int e = 0; e < c->n_experts; e++) {
             const int n = since[(size_t)l * c->n_experts + e];
-            // WATCH_STEPS times a power of two
-            if (n < WATCH_STEPS || n % WATCH_STEPS || (n / WATCH_STEPS & (n / WATCH_STEPS - 1)))
-                continue;
-            if (n > most) most = n;
+            const int turns = n / WATCH_STEPS;
+            if (!turns || (turns & (turns - 1))) continue; // a power of two
+            if (!least || turns < least) least = turns;
             if (at < sizeof list - 64)
                 at += (size_t)(first ? snprintf(list + at, sizeof list - at, "%slayer %d: %d",
                                            at ? "; " : "", l, e)
@@ -172,11 +173,13 @@ WATCH_FN void watch_say(
             first = 0;
         }
     }
-    if (most) warn("step %lld: for %d steps %s: %s; %s", (long long)step, most, what, list, advice);
+    if (least)
+        warn("step %lld: for at least %d steps %s: %s; %s", (long long)step, least * WATCH_STEPS,
+            what, list, advice);
 }
 
 /* After watch_fetch: counts how long experts are dead (no token in a step) or heavy (chosen by more
-   than three quarters of the tokens, and by more than twice the mean), and warns. A resumed run
+   than three quarters of the tokens, and nearer to all of them than to the mean), and warns. A resumed run
    counts anew. tokens: of the step. */
 WATCH_FN void watch_step(Watch *w, int64_t step, int64_t tokens) {
     const Config *c = w->c;
@@ -187,11 +190,13 @@ WATCH_FN void watch_step(Watch *w, int64_t step, int64_t tokens) {
             const size_t i = (size_t)l * c->n_experts + e;
             const double n = w->now.count[i];
             w->idle[i] = n == 0 ? w->idle[i] + 1 : 0;
-            w->heavy[i] = n > 0.75 * (double)tokens && n > 2 * mean ? w->heavy[i] + 1 : 0;
+            w->heavy[i] =
+                n > 0.75 * (double)tokens && 2 * n > (double)tokens + mean ? w->heavy[i] + 1 : 0;
         }
     const char *advice = c->router == ROUTER_SIGMOID
         ? "a higher --bias-rate or --aux-loss spreads the tokens"
         : "a higher --aux-loss, or --router sigmoid with its selection bias, spreads the tokens";
+    if (step % WATCH_STEPS) return;
     watch_say(w, w->idle, step, "no token came to these experts", advice);
     watch_say(w, w->heavy, step, "most tokens went to these experts", advice);
 }

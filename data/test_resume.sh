@@ -59,6 +59,7 @@ done <<'END'
 9 --qk-norm none --router sigmoid --norm-topk 0 --d-shared 8 --dense-layers 1 --tied 1 --routing round --tile 8 --recompute 2 --topk 1 --aux-loss 0
 10 --qk-norm none --router softmax --norm-topk 0 --d-shared 8 --dense-layers 1 --routing round --tile 8 --recompute 1 --topk 4
 11 --qk-norm head --router sigmoid --norm-topk 0 --d-shared 8 --routing round --tile 8 --topk 2 --aux-loss 0
+12 --qk-norm head --router sigmoid --norm-topk 1 --routing round --tile 8 --topk 2 --aux-loss 0
 END
 check resume/two_texts_batch_1 halves --input "$root/Makefile" --batch 1 --total-batch 96 --seed 9
 
