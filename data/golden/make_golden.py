@@ -70,7 +70,8 @@ def make(name, shape, how, dtype):
     for seed in range(1000):  # no choice of experts that rounding could change
         generator = torch.Generator().manual_seed(seed)
         lively(model, generator)
-        model.to(dtype).to(torch.float32)  # values that the file's type holds
+        for p in model.parameters():  # values that the file's type holds
+            p.data = p.data.to(dtype).to(torch.float32)
         ids = torch.randint(V, (B, T), generator=generator)
         if "num_experts_per_tok" not in shape:
             break
