@@ -1448,25 +1448,32 @@ CKPT_FN int weights_take(Weights *w, const char *name, Found *at) {
 CKPT_FN int stored_find(
     const StoredList *list, const StoredPart *s, Weights *w, Found *at, Err *err) {
     const Tensor *x = s->tensor;
-    const int64_t fused[3] = {list->c->n_experts, (int64_t)x->rows, (int64_t)x->cols};
-    char name[PART_NAME];
-    int found = weights_take(w, s->name, at), rank = s->entry.rank;
+    const int64_t stack[3] = {list->c->n_experts, (int64_t)x->rows, (int64_t)x->cols};
     const int64_t *shape = s->entry.shape;
-    if (!found && list->model) {
+    char name[PART_NAME];
+    int rank = s->entry.rank, alone = weights_take(w, s->name, at), fused = 0;
+    Found whole;
+    if (!alone && list->model) {
         tensor_name(name, sizeof name, x, s->part);
-        found = weights_take(w, name, at);
+        alone = weights_take(w, name, at);
     }
-    if (!found && list->model && x->expert >= 0) {
+    if (list->model && x->expert >= 0) {
         snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%s", x->layer,
             x->row->kind == T_GATE_UP ? "gate_up_proj" : "down_proj");
-        found = weights_take(w, name, at);
-        rank = 3, shape = fused;
-        at->from = ((size_t)x->expert * x->rows + (size_t)s->part * s->count / x->cols) * x->cols;
+        fused = weights_take(w, name, &whole);
     }
-    if (!found)
+    if (alone && fused)
+        return fail(err, "%s: tensor %s is there twice: %s has it too", shown(w->path),
+            shown(at->tensor->name), name);
+    if (!alone && !fused)
         return fail(err,
             "%s: tensor %s of shape %s is missing: the file does not belong to this model",
             shown(w->path), s->name, shape_text(s->entry.rank, s->entry.shape));
+    if (fused) {
+        *at = whole;
+        at->from = ((size_t)x->expert * x->rows + (size_t)s->part * s->count / x->cols) * x->cols;
+        rank = 3, shape = stack;
+    }
     const SafeTensor *t = at->tensor;
     if (t->rank == rank && !memcmp(t->shape, shape, (size_t)rank * sizeof *shape)) return 0;
     return fail(err, "%s: tensor %s: expected shape %s, found %s", shown(w->file[at->file].path),
