@@ -2,7 +2,8 @@
 
    A checkpoint is a folder: config.json, model.safetensors and the tokenizer's files, which
    transformers loads as they are; optimizer.safetensors and trainer.json, what a resumed run needs
-   besides. Folders of others are read too: five architectures, shards, fused experts, half types. Where such folders lie, and how they get there whole, is in run_folder.h.
+   besides. Folders of others are read too: five architectures, shards, fused experts, half types.
+   Where a run's folders lie, and how they get there whole, is in run_folder.h.
 
    safetensors: u64 length of the header, the header as JSON {name: {dtype, shape, data_offsets:
    [begin, end]}, "__metadata__": {string: string}}, then the data, which the tensors tile without
@@ -668,8 +669,8 @@ static const char *const qk_norm_names[] = {"none", "full", "head"};
 static const char *const router_names[] = {"softmax", "sigmoid"};
 
 /* The architectures of transformers that models are read and written as, and what their
-   configurations hold where a key is absent (kv_heads 0: as many as heads; head_dim 0: hidden_size /
-   heads). Which one a model is follows from its shape: no two have the same norms and experts.
+   configurations hold where a key is absent (kv_heads 0: as many as heads; head_dim 0: hidden_size
+   over heads). Which one a model is follows from its shape: no two have the same norms and experts.
    ARCH_OWN is this trainer's own, for what none of them can express. */
 typedef enum {
     ARCH_AUTO,
@@ -1443,8 +1444,8 @@ CKPT_FN int weights_take(Weights *w, const char *name, Found *at) {
 }
 
 /* Finds a part under its own name, or as transformers holds it in memory and may store it: under
-   the table's name, or in one tensor with all experts of the layer, gate_up_proj (E, 2I, C) = [gate;
-   up] or down_proj (E, C, I). */
+   the table's name, or in one tensor with all experts of the layer, gate_up_proj (E, 2I, C), an
+   expert's gate above its up, or down_proj (E, C, I). */
 CKPT_FN int stored_find(
     const StoredList *list, const StoredPart *s, Weights *w, Found *at, Err *err) {
     const Tensor *x = s->tensor;
@@ -1542,8 +1543,9 @@ CKPT_FN int model_write(const char *folder, const Config *c, const TensorTable *
 }
 
 /* Reads FOLDER/model.safetensors, or its shards, into the arenas, converting from F32, F64, BF16 or
-   F16. A missing, unknown or wrongly shaped tensor is an error, found before anything is overwritten. Gaps between
-   tensors are left as they are, and params_changed() is for the caller to call. */
+   F16. A missing, unknown or wrongly shaped tensor is an error, found before anything is
+   overwritten. Gaps between tensors are left as they are, and params_changed() is for the caller to
+   call. */
 CKPT_FN int model_read(const char *folder, const Config *c, const TensorTable *t, const Backend *b,
     void *params, void *buffers, Err *err) {
     StoredList list;
@@ -1553,8 +1555,8 @@ CKPT_FN int model_read(const char *folder, const Config *c, const TensorTable *t
     return rc;
 }
 
-/* Whether FOLDER/model.safetensors, or its shards, hold exactly this model, before memory is taken for it: the
-   sizes in a config.json are only claims. */
+/* Whether FOLDER/model.safetensors, or its shards, hold exactly this model, before memory is taken
+   for it: the sizes in a config.json are only claims. */
 CKPT_FN int model_check(
     const char *folder, const Config *c, const TensorTable *t, const Backend *b, Err *err) {
     StoredList list;

@@ -8,8 +8,8 @@
      safe/        safetensors: damaged files, and random damage to files of every kind
      config/      config.json there and back; what this model cannot express is refused
      model/       tensors there and back, conversions, files of another model
-     config/of/, config/arch/, model/arch/, model/shards/, model/fused/, model/tied/   test_imports.h:
-                  what other programs wrote
+                  (config/of, config/arch, model/arch, model/shards, model/fused, model/tied: what
+                  other programs write, in test_imports.h)
      run/         checkpoint folders: links, deleting, locks, what a killed run left
      fault/       the same while memory and system calls fail and runs are killed, at every place
 

@@ -4,8 +4,8 @@
    and exits with status 1 if one failed. ./test_golden WORD runs those whose name contains WORD; -v
    adds the measured errors.
 
-   data/golden/NAME holds a tiny model as transformers saved it and, in expected/, token ids and what
-   transformers made of them: logits, loss, the gradient of every parameter (make_golden.py there).
+   data/golden/NAME holds a tiny model as transformers saved it and, in expected/, token ids and
+   what it made of them: logits, loss, the gradient of every parameter (see make_golden.py there).
    Here the folder is read, run forward and backward on the CPU, and compared: relative Frobenius
    norms ||x - ref|| / ||ref||, logits and loss to 1e-5, every gradient to 1e-4. NaN fails.
 

@@ -234,8 +234,8 @@ static void write_pieces(const char *path) {
     pieces = 0;
 }
 
-/* shards/: the model of `from` in three files, by layer: those of layer 1 in b, of layer 2 in c, all
-   others in a. */
+/* shards/: the model of `from` in three files, by layer: those of layer 1 in b, of layer 2 in c,
+   all others in a. */
 static void split(const char *from) {
     static const char *const word[] = {"layers.1.", "layers.2."}, *const name[] = {"b", "c", "a"};
     char path[64];
