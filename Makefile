@@ -1,5 +1,5 @@
-# Builds train_moe (the trainer and its other commands), test_moe and test_files (the tests of what
-# it computes and of what it reads and writes). `make help` lists the targets.
+# Builds train_moe (the trainer and its other commands), test_moe, test_golden and test_files (the
+# tests of what it computes, alone and beside transformers, and of what it reads and writes). `make help` lists the targets.
 #
 # Objects and programs live in build/NAME, one folder for each compiler and set of flags, so that
 # builds never mix: build/cc, build/clang, build/cc-san, build/cc-portable. The programs are linked
@@ -109,10 +109,10 @@ DISPATCH := -DMOE_DISPATCH
 endif
 endif
 
-PROGRAMS := $(B)/train_moe $(B)/test_moe $(B)/test_files
+PROGRAMS := $(B)/train_moe $(B)/test_moe $(B)/test_golden $(B)/test_files
 # The root's programs are links to the last build that `make` made; a sanitizer build never takes
 # their place, nor does `make test` with settings of its own.
-ROOT := $(if $(call on,$(SAN)),,train_moe test_moe test_files)
+ROOT := $(if $(call on,$(SAN)),,train_moe test_moe test_golden test_files)
 
 # `make programs` builds without touching the root: for scripts that build a second time.
 all: programs $(ROOT)
@@ -123,6 +123,8 @@ $(B)/train_moe: $(B)/train_moe.o $(CPU)
 	$(LINK)
 # The tests measure against moe_f64.o, the same backend in double precision.
 $(B)/test_moe: $(B)/test_moe.o $(CPU) $(B)/moe_f64.o
+	$(LINK)
+$(B)/test_golden: $(B)/test_golden.o $(CPU)
 	$(LINK)
 $(B)/test_files: $(B)/test_files.o
 	$(LINK)
@@ -139,7 +141,7 @@ $(B)/moe_avx512.o: moe_cpu.c $(CONFIG)
 	$(COMPILE) -mavx512f -mavx512vl -mavx512dq -mavx512bw -mavx2 -mfma \
 	    -Dbackend_cpu=backend_avx512 -c $< -o $@
 
-train_moe test_moe test_files: %: FORCE $(B)/%
+train_moe test_moe test_golden test_files: %: FORCE $(B)/%
 	@[ "$$(readlink $@)" = $(B)/$@ ] || ln -sfn $(B)/$@ $@
 
 -include $(wildcard $(B)/*.d)
@@ -157,7 +159,7 @@ test: deps
 test-run: programs $(if $(filter cc,$(NAME)),$(ROOT))
 	@env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL CC='$(CC)' MAKE='$(MAKE)' SAN='$(SAN)' \
 	    TRAIN='$(CURDIR)/$(B)/train_moe' TEST='$(CURDIR)/$(B)/test_moe' \
-	    bash data/run_tests.sh $(B)/test_moe $(B)/test_files $(wildcard data/test_*.sh)
+	    bash data/run_tests.sh $(B)/test_moe $(B)/test_golden $(B)/test_files $(wildcard data/test_*.sh)
 
 # ---- packages ------------------------------------------------------------------------------------
 # `need DEBIAN FEDORA ARCH HOMEBREW`: the names of one package, "-" where there is none.
@@ -244,9 +246,9 @@ lint:
 format:
 	clang-format -i $(wildcard *.c *.h)
 clean:
-	rm -rf build train_moe test_moe test_files
+	rm -rf build train_moe test_moe test_golden test_files
 help:
-	@echo 'make              build train_moe, test_moe and test_files'
+	@echo 'make              build train_moe, test_moe, test_golden and test_files'
 	@echo 'make train        get what is missing, build, train a small model on real text (TEXT=PATH)'
 	@echo 'make test         get what is missing, build, run every test'
 	@echo 'make deps         install the libraries needed (apt; elsewhere prints their names)'

@@ -2,7 +2,8 @@
 
    A checkpoint is a folder: config.json, model.safetensors and the tokenizer's files, which
    transformers loads as they are; optimizer.safetensors and trainer.json, what a resumed run needs
-   besides. Where such folders lie, and how they get there whole, is in run_folder.h.
+   besides. Folders of others are read too: five architectures, shards, fused experts, half types.
+   Where a run's folders lie, and how they get there whole, is in run_folder.h.
 
    safetensors: u64 length of the header, the header as JSON {name: {dtype, shape, data_offsets:
    [begin, end]}, "__metadata__": {string: string}}, then the data, which the tensors tile without
@@ -667,68 +668,145 @@ CKPT_FN int config_check(const Config *c, Err *err) {
 static const char *const qk_norm_names[] = {"none", "full", "head"};
 static const char *const router_names[] = {"softmax", "sigmoid"};
 
-/* What of a model no Hugging Face architecture that is written here can express; NULL: nothing. Such
-   a model is saved with a model_type of its own, which transformers does not know. */
-CKPT_FN const char *config_own(const Config *c) {
-    return c->n_experts > 1 && c->d_shared ? "a shared expert"
-        : c->n_experts > 1 && c->router    ? "a sigmoid router"
-        : c->qk_norm == QK_NORM_HEAD       ? NULL
-        : c->qk_norm == QK_NORM_NONE       ? "--qk-norm none"
-                                           : "--qk-norm full";
+/* The architectures of transformers that models are read and written as, and what their
+   configurations hold where a key is absent (kv_heads 0: as many as heads; head_dim 0: hidden_size
+   over heads). Which one a model is follows from its shape: no two have the same norms and experts.
+   ARCH_OWN is this trainer's own, for what none of them can express. */
+typedef enum {
+    ARCH_AUTO,
+    ARCH_OLMOE,
+    ARCH_MIXTRAL,
+    ARCH_QWEN3_MOE,
+    ARCH_QWEN3,
+    ARCH_LLAMA,
+    ARCH_OWN,
+    ARCHS
+} Arch;
+static const struct ArchRow {
+    const char *type, *class; // model_type, architectures
+    int moe;
+    QkNorm qk_norm;
+    const char *experts, *width; // the keys of E and of I
+    int kv_heads, head_dim, seq_len, n_experts, top_k;
+    double norm_eps, rope_theta;
+} arch_rows[ARCHS] = {
+    [ARCH_OLMOE] = {"olmoe", "OlmoeForCausalLM", 1, QK_NORM_FULL, "num_experts",
+        "intermediate_size", 0, 0, 4096, 64, 8, 1e-5, 1e4},
+    [ARCH_MIXTRAL] = {"mixtral", "MixtralForCausalLM", 1, QK_NORM_NONE, "num_local_experts",
+        "intermediate_size", 8, 0, 131072, 8, 2, 1e-5, 1e6},
+    [ARCH_QWEN3_MOE] = {"qwen3_moe", "Qwen3MoeForCausalLM", 1, QK_NORM_HEAD, "num_experts",
+        "moe_intermediate_size", 4, 0, 32768, 128, 8, 1e-6, 1e4},
+    [ARCH_QWEN3] = {"qwen3", "Qwen3ForCausalLM", 0, QK_NORM_HEAD, NULL, "intermediate_size", 32,
+        128, 32768, 1, 1, 1e-6, 1e4},
+    [ARCH_LLAMA] = {"llama", "LlamaForCausalLM", 0, QK_NORM_NONE, NULL, "intermediate_size", 0, 0,
+        2048, 1, 1, 1e-6, 1e4},
+    [ARCH_OWN] = {"moe_c", "MoeCForCausalLM", 1, QK_NORM_HEAD, "num_experts",
+        "moe_intermediate_size", 0, 0, -1, -1, -1, 0, 0},
+};
+
+// What of a model this architecture cannot express; NULL: nothing, it is that model exactly.
+CKPT_FN const char *config_misfit(const Config *c, Arch arch) {
+    const struct ArchRow *a = &arch_rows[arch];
+    static const char *const norms[] = {"--qk-norm none", "--qk-norm full", "--qk-norm head"};
+    const int moe = c->n_experts > 1;
+    if (moe && !a->moe) return "experts";
+    if (!moe && a->moe) return "a dense model";
+    if (moe && c->d_shared) return "a shared expert";
+    if (moe && c->router != ROUTER_SOFTMAX) return "a sigmoid router";
+    if (c->qk_norm != (int)a->qk_norm) return norms[c->qk_norm];
+    if (moe && c->dense_layers && arch != ARCH_QWEN3_MOE) return "dense first layers";
+    if (arch == ARCH_MIXTRAL && !c->norm_topk) return "--norm-topk 0";
+    if (arch == ARCH_OLMOE && (int64_t)c->n_heads * c->head_dim != c->d_model)
+        return "a head width other than model width / heads";
+    if (arch == ARCH_LLAMA && c->d_model % c->n_heads)
+        return "a model width that is no multiple of the heads";
+    return NULL;
 }
 
-/* Writes FOLDER/config.json: a Qwen3-MoE, or without experts a Qwen3; or "moe_c", this trainer's own
-   model type, with the keys of a Qwen3-MoE and qk_norm, scoring_func (of the router) and
-   shared_expert_intermediate_size besides. Both the old names
-   (rope_theta, torch_dtype) and the new ones (rope_parameters, dtype) are written, so that
-   transformers 4.51 and later load it. router_aux_loss_coef is this trainer's coefficient divided
-   by K: Hugging Face's loss counts each of a token's K experts once (K where ours is 1). type: of
-   the weights. */
+// The architecture that a model is saved as: the one that has all of it, else ARCH_OWN.
+CKPT_FN Arch config_arch(const Config *c) {
+    for (int a = ARCH_OLMOE; a < ARCH_OWN; a++)
+        if (!config_misfit(c, (Arch)a)) return (Arch)a;
+    return ARCH_OWN;
+}
+
+/* What of a model no architecture has, together with the qk-norm that left only one to ask; NULL:
+   nothing. Such a model is saved as moe_c, which transformers does not know. */
+CKPT_FN const char *config_own(const Config *c) {
+    static __thread char what[120];
+    static const Arch nearest[2][3] = {
+        {ARCH_LLAMA, ARCH_QWEN3, ARCH_QWEN3}, {ARCH_MIXTRAL, ARCH_OLMOE, ARCH_QWEN3_MOE}};
+    const char *no = config_misfit(c, nearest[c->n_experts > 1][c->qk_norm]);
+    if (!no || !strncmp(no, "--qk-norm", 9)) return no;
+    if (c->n_experts > 1 && (c->d_shared || c->router != ROUTER_SOFTMAX)) return no;
+    snprintf(what, sizeof what, "%s with --qk-norm %s", no, qk_norm_names[c->qk_norm]);
+    return what;
+}
+
+// Adds the members of `more`, which it takes over, to j. 0, or -1 when memory ran out.
+CKPT_FN int json_add(json_t *j, json_t *more) {
+    int rc = !more || json_object_update(j, more) ? -1 : 0;
+    json_decref(more);
+    return rc;
+}
+
+/* Writes FOLDER/config.json, of the architecture that fits (config_arch), with the keys which that
+   one has in transformers; moe_c has those of a Qwen3-MoE and qk_norm, scoring_func (of the router)
+   and shared_expert_intermediate_size besides. Both the old names (rope_theta, torch_dtype) and the
+   new ones (rope_parameters, dtype) are written, so that transformers 4.51 and later load it.
+   router_aux_loss_coef is this trainer's coefficient divided by K: Hugging Face's loss counts each
+   of a token's K experts once (K where ours is 1). type: of the weights. */
 CKPT_FN int config_write(
     const char *folder, const Config *c, double router_aux_loss_coef, DType type, Err *err) {
     Err why;
     if (config_check(c, &why)) return fail(err, "%s/config.json: %s", shown(folder), why.text);
-    const int moe = c->n_experts > 1, own = config_own(c) != NULL;
-    const char *class = own ? "MoeCForCausalLM" : moe ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM";
+    const Arch arch = config_arch(c);
+    const struct ArchRow *a = &arch_rows[arch];
+    const int moe = c->n_experts > 1, own = arch == ARCH_OWN;
+    const int qwen = own || arch == ARCH_QWEN3_MOE || arch == ARCH_QWEN3;
     const char *dtype = type == BF16 ? "bfloat16"
         : type == F16                ? "float16"
         : type == F64                ? "float64"
                                      : "float32";
-    int mlp = !moe ? c->d_expert : c->d_dense > 0 ? c->d_dense : c->top_k * c->d_expert;
-    json_t *j = json_pack("{s:[s], s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i}",
-        "architectures", class, "model_type",
-        own       ? "moe_c"
-            : moe ? "qwen3_moe"
-                  : "qwen3",
-        "torch_dtype", dtype, "dtype", dtype, "vocab_size", c->vocab_size,
-        "max_position_embeddings", c->seq_len, "num_hidden_layers", c->n_layers, "hidden_size",
-        c->d_model, "num_attention_heads", c->n_heads, "num_key_value_heads", c->n_kv_heads,
-        "head_dim", c->head_dim, "intermediate_size", mlp);
-    json_t *more =
-        json_pack("{s:s, s:b, s:f, s:b, s:n, s:b, s:f, s:f, s:n, s:{s:s, s:f}, s:b, s:f, s:n, s:n, "
-                  "s:n}",
-            "hidden_act", "silu", "attention_bias", 0, "attention_dropout", 0.0,
-            "use_sliding_window", 0, "sliding_window", "tie_word_embeddings", c->tied,
-            "rms_norm_eps", c->norm_eps, "rope_theta", c->rope_theta, "rope_scaling",
-            "rope_parameters", "rope_type", "default", "rope_theta", c->rope_theta, "use_cache", 1,
-            "initializer_range", 0.02, "bos_token_id", "eos_token_id", "pad_token_id");
-    int rc = !j || !more || json_object_update(j, more);
-    json_decref(more);
-    if (own && !rc) {
-        more = json_pack("{s:s, s:s, s:i}", "qk_norm", qk_norm_names[c->qk_norm], "scoring_func",
-            router_names[c->router], "shared_expert_intermediate_size", c->d_shared);
-        rc = !more || json_object_update(j, more);
-        json_decref(more);
-    }
-    if (moe && !rc) {
-        more = json_pack("{s:i, s:i, s:i, s:b, s:i, s:f, s:b, s:[]}", "num_experts", c->n_experts,
-            "num_experts_per_tok", c->top_k, "moe_intermediate_size", c->d_expert, "norm_topk_prob",
-            c->norm_topk, "decoder_sparse_step", 1, "router_aux_loss_coef", router_aux_loss_coef,
-            "output_router_logits", 0, "mlp_only_layers");
-        rc = !more || json_object_update(j, more);
+    int mlp = !moe || arch == ARCH_OLMOE || arch == ARCH_MIXTRAL ? c->d_expert
+        : c->d_dense > 0                                         ? c->d_dense
+                                                                 : c->top_k * c->d_expert;
+    json_t *j = json_pack("{s:[s], s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:i}",
+        "architectures", a->class, "model_type", a->type, "torch_dtype", dtype, "dtype", dtype,
+        "vocab_size", c->vocab_size, "max_position_embeddings", c->seq_len, "num_hidden_layers",
+        c->n_layers, "hidden_size", c->d_model, "num_attention_heads", c->n_heads,
+        "num_key_value_heads", c->n_kv_heads, "intermediate_size", mlp);
+    int rc = !j;
+    if (!rc && arch != ARCH_OLMOE) rc = json_add(j, json_pack("{s:i}", "head_dim", c->head_dim));
+    if (!rc)
+        rc = json_add(j,
+            json_pack("{s:s, s:f, s:b, s:f, s:f, s:n, s:{s:s, s:f}, s:b, s:f, s:n, s:n, s:n}",
+                "hidden_act", "silu", "attention_dropout", 0.0, "tie_word_embeddings", c->tied,
+                "rms_norm_eps", c->norm_eps, "rope_theta", c->rope_theta, "rope_scaling",
+                "rope_parameters", "rope_type", "default", "rope_theta", c->rope_theta, "use_cache",
+                1, "initializer_range", 0.02, "bos_token_id", "eos_token_id", "pad_token_id"));
+    if (!rc && arch != ARCH_MIXTRAL) rc = json_add(j, json_pack("{s:b}", "attention_bias", 0));
+    if (!rc && arch == ARCH_MIXTRAL) rc = json_add(j, json_pack("{s:n}", "sliding_window"));
+    if (!rc && arch == ARCH_OLMOE) rc = json_add(j, json_pack("{s:n}", "clip_qkv"));
+    if (!rc && arch == ARCH_LLAMA) rc = json_add(j, json_pack("{s:b}", "mlp_bias", 0));
+    if (!rc && qwen)
+        rc = json_add(j, json_pack("{s:b, s:n}", "use_sliding_window", 0, "sliding_window"));
+    if (!rc && own)
+        rc = json_add(j,
+            json_pack("{s:s, s:s, s:i}", "qk_norm", qk_norm_names[c->qk_norm], "scoring_func",
+                router_names[c->router], "shared_expert_intermediate_size", c->d_shared));
+    if (!rc && moe)
+        rc = json_add(j,
+            json_pack("{s:i, s:i, s:f, s:b}", a->experts, c->n_experts, "num_experts_per_tok",
+                c->top_k, "router_aux_loss_coef", router_aux_loss_coef, "output_router_logits", 0));
+    if (!rc && moe && arch != ARCH_MIXTRAL)
+        rc = json_add(j, json_pack("{s:b}", "norm_topk_prob", c->norm_topk));
+    if (!rc && moe && qwen) {
+        rc = json_add(j,
+            json_pack("{s:i, s:i, s:[]}", "moe_intermediate_size", c->d_expert,
+                "decoder_sparse_step", 1, "mlp_only_layers"));
         for (int l = 0; l < c->dense_layers && !rc; l++)
             rc = json_array_append_new(json_object_get(j, "mlp_only_layers"), json_integer(l));
-        json_decref(more);
     }
     if (rc)
         fail(err, "%s/config.json: out of memory, or a coefficient that is not finite",
@@ -764,8 +842,10 @@ CKPT_FN int config_int(ConfigFile *f, const char *key, int fallback) {
     return 1;
 }
 
-CKPT_FN double config_real(ConfigFile *f, const json_t *from, const char *key) {
+// fallback 0: the key must be there.
+CKPT_FN double config_real(ConfigFile *f, const json_t *from, const char *key, double fallback) {
     const json_t *j = json_object_get(from, key);
+    if ((!j || json_is_null(j)) && fallback > 0) return fallback;
     if (f->bad || (json_is_number(j) && json_number_value(j) > 0)) return json_number_value(j);
     f->bad = 1;
     if (json_is_number(j))
@@ -824,6 +904,7 @@ CKPT_FN int config_key_known(const char *key, int own) {
         "architectures",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "clip_qkv",
         "dtype",
         "eos_token_id",
         "id2label",
@@ -832,6 +913,7 @@ CKPT_FN int config_key_known(const char *key, int own) {
         "max_window_layers",
         "output_router_logits",
         "pad_token_id",
+        "pretraining_tp",
         "problem_type",
         "return_dict",
         "router_aux_loss_coef",
@@ -880,11 +962,11 @@ CKPT_FN int config_key_known(const char *key, int own) {
 
 /* The rotary base: rope_theta, or since transformers 5 rope_parameters.rope_theta, or both and
    equal. */
-CKPT_FN double config_rope(ConfigFile *f) {
+CKPT_FN double config_rope(ConfigFile *f, double fallback) {
     const json_t *p = json_object_get(f->root, "rope_parameters"), *value;
     const char *key;
     config_refuse(f, !json_is_off(json_object_get(f->root, "rope_scaling")), "rope_scaling");
-    if (json_is_off(p)) return config_real(f, f->root, "rope_theta");
+    if (json_is_off(p)) return config_real(f, f->root, "rope_theta", fallback);
     config_refuse(f, !json_is_object(p), "rope_parameters of this form");
     json_object_foreach((json_t *)(uintptr_t)p, key, value) {
         const char *text = json_string_value(value);
@@ -897,8 +979,9 @@ CKPT_FN double config_rope(ConfigFile *f) {
                 "rope_type default",
                 f->path, shown(key));
     }
-    double theta = config_real(f, p, "rope_theta");
     const json_t *old = json_object_get(f->root, "rope_theta");
+    if (json_is_number(old) && json_number_value(old) > 0) fallback = json_number_value(old);
+    double theta = config_real(f, p, "rope_theta", fallback);
     if (!f->bad && !json_is_off(old) && json_number_value(old) != theta)
         f->bad = fail(f->err,
             "%s: rope_theta is %g, rope_parameters.rope_theta is %g: expected them equal", f->path,
@@ -906,8 +989,71 @@ CKPT_FN double config_rope(ConfigFile *f) {
     return theta;
 }
 
-/* Reads FOLDER/config.json of a Qwen3-MoE, Qwen3 or moe_c model. What this model cannot express is refused
-   by name; keys that are absent have the values that transformers gives them. */
+// What only one architecture or the other computes with, or is stored otherwise, must be off.
+CKPT_FN void config_refuse_settings(ConfigFile *f, Arch arch) {
+    static const char *const off[] = {
+        "attention_bias", "attention_dropout", "use_sliding_window", "clip_qkv"};
+    static const char *const routed[] = {"num_experts", "num_local_experts", "num_experts_per_tok",
+        "moe_intermediate_size", "mlp_only_layers"};
+    const int own = arch == ARCH_OWN, qwen = own || arch == ARCH_QWEN3_MOE || arch == ARCH_QWEN3;
+    for (size_t i = 0; i < sizeof off / sizeof *off; i++)
+        config_refuse(f, !json_is_off(json_object_get(f->root, off[i])), off[i]);
+    const json_t *clip = json_object_get(f->root, "clip_qkv"); // 0 is a limit too
+    config_refuse(f, clip && !json_is_null(clip), "clip_qkv");
+    for (size_t i = 0; i < sizeof routed / sizeof *routed; i++)
+        config_refuse(f,
+            (!arch_rows[arch].moe || (i > 2 && !qwen)) &&
+                !json_is_off(json_object_get(f->root, routed[i])),
+            routed[i]);
+    // a window that is used without being switched on
+    config_refuse(
+        f, !qwen && !json_is_off(json_object_get(f->root, "sliding_window")), "sliding_window");
+    const json_t *act = json_object_get(f->root, "hidden_act");
+    if (!f->bad && act && (!json_is_string(act) || strcmp(json_string_value(act), "silu")))
+        f->bad = fail(f->err, "%s: hidden_act: expected silu, found %s", f->path,
+            json_is_string(act) ? shown(json_string_value(act)) : "another value");
+    const json_t *kinds = json_object_get(f->root, "layer_types");
+    config_refuse(f, !json_is_off(kinds) && !json_is_array(kinds), "layer_types of this form");
+    for (size_t i = 0; i < json_array_size(kinds); i++) {
+        const char *kind = json_string_value(json_array_get(kinds, i));
+        config_refuse(
+            f, !kind || strcmp(kind, "full_attention"), "layer_types other than full_attention");
+    }
+}
+
+// Experts, their width, which layers have them.
+CKPT_FN void config_experts(ConfigFile *f, Config *c, Arch arch) {
+    const struct ArchRow *a = &arch_rows[arch];
+    const json_t *one = json_object_get(f->root, "num_experts"),
+                 *two = json_object_get(f->root, "num_local_experts");
+    config_refuse(
+        f, one && two && !json_equal(one, two), "num_experts and another num_local_experts");
+    const char *experts = one ? "num_experts" : two ? "num_local_experts" : a->experts;
+    c->n_experts = config_int(f, experts, a->n_experts);
+    c->top_k = config_int(f, "num_experts_per_tok", a->top_k);
+    c->d_expert = config_int(f, a->width, arch == ARCH_QWEN3_MOE ? 768 : -1);
+    c->norm_topk = arch == ARCH_MIXTRAL || config_bool(f, "norm_topk_prob", 0);
+    if (!f->bad && c->n_experts < 2)
+        f->bad = fail(
+            f->err, "%s: %s: expected 2 or more in a %s model, found 1", f->path, experts, a->type);
+    config_refuse(
+        f, config_int(f, "decoder_sparse_step", 1) != 1, "decoder_sparse_step other than 1");
+    const json_t *dense = json_object_get(f->root, "mlp_only_layers");
+    config_refuse(
+        f, dense && !json_is_null(dense) && !json_is_array(dense), "mlp_only_layers of this form");
+    for (size_t i = 0; i < json_array_size(dense); i++) {
+        const json_t *l = json_array_get(dense, i);
+        config_refuse(f,
+            !json_is_integer(l) || json_integer_value(l) != (json_int_t)i || i >= MAX_LAYERS,
+            "mlp_only_layers other than the first ones, in order");
+        c->dense_layers = (int)i + 1;
+        if (f->bad) break;
+    }
+}
+
+/* Reads FOLDER/config.json of an architecture above. What this model cannot express is refused by
+   name; keys that are absent have the values that transformers gives them, but for the sizes, which
+   must be there. */
 CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
     char path[CKPT_PATH], name[300];
     if (path_join(path, folder, "config.json", err)) return -1;
@@ -917,29 +1063,37 @@ CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
     ConfigFile f = {root, name, 0, err};
     const char *type = json_string_value(json_object_get(root, "model_type")), *key;
     json_t *value;
-    const int own = type && !strcmp(type, "moe_c");
-    if (!type || (!own && strcmp(type, "qwen3_moe") && strcmp(type, "qwen3")))
-        f.bad = fail(err, "%s: model_type: expected qwen3_moe, qwen3 or moe_c, found %s", name,
-            type ? shown(type) : "none: is this the config.json of a model?");
-    const int moe = !f.bad &&
-        (own ? !json_is_off(json_object_get(root, "num_experts")) : !strcmp(type, "qwen3_moe"));
+    Arch arch = ARCH_AUTO;
+    for (int i = ARCH_OLMOE; i < ARCHS; i++)
+        if (type && !strcmp(type, arch_rows[i].type)) arch = (Arch)i;
+    if (!arch) {
+        f.bad = fail(err,
+            "%s: model_type: expected olmoe, mixtral, qwen3_moe, qwen3, llama or moe_c, found %s",
+            name, type ? shown(type) : "none: is this the config.json of a model?");
+        arch = ARCH_OWN;
+    }
+    const struct ArchRow *a = &arch_rows[arch];
+    const int own = arch == ARCH_OWN;
+    const int moe = own ? !json_is_off(json_object_get(root, "num_experts")) : a->moe;
     json_object_foreach(root, key, value) {
         if (!f.bad && !config_key_known(key, own) && !json_is_off(value))
             f.bad = fail(err,
                 "%s: %s: this key is not known here, and it is not off: expected a plain %s model",
-                name, shown(key), type);
+                name, shown(key), a->type);
     }
     memset(c, 0, sizeof *c);
     c->vocab_size = config_int(&f, "vocab_size", -1);
-    c->seq_len = config_int(&f, "max_position_embeddings", -1);
+    c->seq_len = config_int(&f, "max_position_embeddings", a->seq_len);
     c->n_layers = config_int(&f, "num_hidden_layers", -1);
     c->d_model = config_int(&f, "hidden_size", -1);
     c->n_heads = config_int(&f, "num_attention_heads", -1);
-    c->n_kv_heads = config_int(&f, "num_key_value_heads", c->n_heads);
-    c->head_dim = config_int(&f, "head_dim", moe ? 0 : 128);
+    // null says as many as heads; a key that is absent, the architecture's number
+    int kv_heads = json_object_get(root, "num_key_value_heads") ? 0 : a->kv_heads;
+    c->n_kv_heads = config_int(&f, "num_key_value_heads", kv_heads ? kv_heads : c->n_heads);
+    c->head_dim = config_int(&f, "head_dim", own && !moe ? 128 : a->head_dim);
     c->d_dense = config_int(&f, "intermediate_size", -1);
     c->n_experts = c->top_k = 1;
-    c->qk_norm = QK_NORM_HEAD;
+    c->qk_norm = (int)a->qk_norm;
     c->router = ROUTER_SOFTMAX;
     c->norm_topk = 1;
     if (own) {
@@ -950,8 +1104,8 @@ CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
             c->d_shared = config_int(&f, "shared_expert_intermediate_size", -1);
     }
     c->tied = config_bool(&f, "tie_word_embeddings", 0);
-    c->norm_eps = config_real(&f, root, "rms_norm_eps");
-    c->rope_theta = config_rope(&f);
+    c->norm_eps = config_real(&f, root, "rms_norm_eps", a->norm_eps);
+    c->rope_theta = config_rope(&f, a->rope_theta);
     if (!c->head_dim && !f.bad) {
         if (c->d_model % c->n_heads)
             f.bad = fail(err,
@@ -959,52 +1113,21 @@ CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
                 c->d_model, c->n_heads);
         c->head_dim = c->d_model / c->n_heads;
     }
-    if (moe) {
-        const char *experts =
-            json_object_get(root, "num_experts") ? "num_experts" : "num_local_experts";
-        c->n_experts = config_int(&f, experts, -1);
-        c->top_k = config_int(&f, "num_experts_per_tok", -1);
-        c->d_expert = config_int(&f, "moe_intermediate_size", -1);
-        c->norm_topk = config_bool(&f, "norm_topk_prob", 0);
-        config_refuse(&f, c->n_experts < 2, "num_experts 1 in a qwen3_moe model");
-        config_refuse(
-            &f, config_int(&f, "decoder_sparse_step", 1) != 1, "decoder_sparse_step other than 1");
-        const json_t *dense = json_object_get(root, "mlp_only_layers");
-        config_refuse(&f, dense && !json_is_null(dense) && !json_is_array(dense),
-            "mlp_only_layers of this form");
-        for (size_t i = 0; i < json_array_size(dense); i++) {
-            const json_t *l = json_array_get(dense, i);
-            config_refuse(&f,
-                !json_is_integer(l) || json_integer_value(l) != (json_int_t)i || i >= MAX_LAYERS,
-                "mlp_only_layers other than the first ones, in order");
-            c->dense_layers = (int)i + 1;
-            if (f.bad) break;
-        }
-    } else {
+    if (moe)
+        config_experts(&f, c, arch);
+    else
         c->d_expert = c->d_dense;
-        static const char *const routed[] = {"num_experts", "num_local_experts",
-            "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"};
-        for (size_t i = 0; i < sizeof routed / sizeof *routed; i++)
-            config_refuse(&f, !json_is_off(json_object_get(root, routed[i])), routed[i]);
+    // as the trainer makes it: the width of dense layers, where an architecture has none
+    if (arch == ARCH_OLMOE || arch == ARCH_MIXTRAL) {
+        int64_t dense = (int64_t)c->top_k * c->d_expert;
+        c->d_dense = dense < 1 << 30 ? (int)dense : 0;
     }
-    const json_t *act = json_object_get(root, "hidden_act");
-    if (!f.bad && act && (!json_is_string(act) || strcmp(json_string_value(act), "silu")))
-        f.bad = fail(err, "%s: hidden_act: expected silu, found %s", name,
-            json_is_string(act) ? shown(json_string_value(act)) : "another value");
-    config_refuse(&f, !json_is_off(json_object_get(root, "attention_bias")), "attention_bias");
-    config_refuse(
-        &f, !json_is_off(json_object_get(root, "attention_dropout")), "attention_dropout");
-    config_refuse(
-        &f, !json_is_off(json_object_get(root, "use_sliding_window")), "use_sliding_window");
-    const json_t *kinds = json_object_get(root, "layer_types");
-    config_refuse(&f, !json_is_off(kinds) && !json_is_array(kinds), "layer_types of this form");
-    for (size_t i = 0; i < json_array_size(kinds); i++) {
-        const char *kind = json_string_value(json_array_get(kinds, i));
-        config_refuse(
-            &f, !kind || strcmp(kind, "full_attention"), "layer_types other than full_attention");
-    }
+    config_refuse_settings(&f, own && !moe ? ARCH_QWEN3 : arch);
     Err why;
     if (!f.bad && config_check(c, &why)) f.bad = fail(err, "%s: %s", name, why.text);
+    const char *misfit = f.bad || own ? NULL : config_misfit(c, arch);
+    if (misfit)
+        f.bad = fail(err, "%s: expected a shape that %s has, found %s", name, a->type, misfit);
     json_decref(root);
     return f.bad ? -1 : 0;
 }
@@ -1020,14 +1143,34 @@ typedef struct StoredPart {
     SafeEntry entry;
     unsigned char *at;
     size_t count;
+    const Tensor *tensor;
+    int part; // which one of the tensor's
 } StoredPart;
 
 typedef struct StoredList {
     StoredPart *part;
     int n;
+    const Config *c;
+    int model; // a model's tensors, which other programs may have stored otherwise
     const Backend *backend;
     void *staging; // one part, on the host
 } StoredList;
+
+/* The name of part p of tensor x in a file of this model: the table's, but where Mixtral has others
+   (w1 is the gate, w3 up, w2 down). */
+CKPT_FN void stored_name(char *out, size_t size, const Config *c, const Tensor *x, int p) {
+    const char *end = x->row->kind == T_ROUTER                     ? "gate"
+        : x->row->kind == T_GATE_UP && x->row->where == IN_EXPERTS ? (p ? "w3" : "w1")
+        : x->row->kind == T_DOWN && x->row->where == IN_EXPERTS    ? "w2"
+                                                                   : NULL;
+    if (!end || config_arch(c) != ARCH_MIXTRAL)
+        tensor_name(out, size, x, p);
+    else if (x->expert < 0)
+        snprintf(out, size, "model.layers.%d.block_sparse_moe.%s.weight", x->layer, end);
+    else
+        snprintf(out, size, "model.layers.%d.block_sparse_moe.experts.%d.%s.weight", x->layer,
+            x->expert, end);
+}
 
 /* Appends every part of the trained (or untrained) tensors, whose arena of `type` starts at `base`.
    No arena: none. */
@@ -1048,7 +1191,8 @@ CKPT_FN int stored_add(StoredList *list, const Config *c, const TensorTable *t, 
             StoredPart *s = &list->part[list->n++];
             char name[PART_NAME];
             size_t rows = dim_of(c, x->row->rows[p]);
-            tensor_name(name, sizeof name, x, p);
+            stored_name(name, sizeof name, c, x, p);
+            s->tensor = x, s->part = p;
             snprintf(s->name, sizeof s->name, "%s%.140s", prefix, name);
             s->entry = (SafeEntry){
                 NULL, type, x->row->cols == DIM_NONE ? 1 : 2, {(int64_t)rows, (int64_t)x->cols}};
@@ -1142,73 +1286,247 @@ CKPT_FN int element_store(unsigned char *data, DType type, size_t i, double v) {
     return type == BF16;
 }
 
-// Copies one tensor from a file to the device, converted if the types differ.
-CKPT_FN int stored_load(const StoredPart *s, const SafeTensor *t, const Backend *backend,
-    unsigned char *staging, size_t room, const char *path, Err *err) {
+/* Copies one tensor to the device, converted if the types differ: `count` elements of t from
+   element `from` on. */
+CKPT_FN int stored_load(const StoredPart *s, const SafeTensor *t, size_t from,
+    const Backend *backend, unsigned char *staging, size_t room, const char *path, Err *err) {
     size_t size = dtype_size(s->entry.dtype), step = room / size;
     if (t->dtype == s->entry.dtype) {
-        if (t->bytes) backend->to_device(s->at, t->data, t->bytes);
+        if (s->count) backend->to_device(s->at, t->data + from * size, s->count * size);
         return 0;
     }
-    for (size_t i = 0; i < t->count; i += step) {
-        size_t n = t->count - i < step ? t->count - i : step;
+    for (size_t i = 0; i < s->count; i += step) {
+        size_t n = s->count - i < step ? s->count - i : step;
         for (size_t k = 0; k < n; k++) {
-            double v = element_value(t->data, t->dtype, i + k);
+            double v = element_value(t->data, t->dtype, from + i + k);
             if (!element_store(staging, s->entry.dtype, k, v))
                 return fail(err, "%s: tensor %s: %g (%s, element %llu) does not fit into %s",
-                    shown(path), s->name, v, dtype_name(t->dtype), (unsigned long long)(i + k),
-                    dtype_name(s->entry.dtype));
+                    shown(path), shown(t->name), v, dtype_name(t->dtype),
+                    (unsigned long long)(from + i + k), dtype_name(s->entry.dtype));
         }
         backend->to_device(s->at + i * size, staging, n * size);
     }
     return 0;
 }
 
-/* Reads a file that must hold the listed tensors and no others. Nothing is written to the device
-   before all names and shapes are known to fit; nothing at all without `load`. */
-CKPT_FN int stored_read(
-    StoredList *list, int load, const char *folder, const char *file, Err *err) {
-    enum { ROOM = 4 << 20 };
-    char path[CKPT_PATH];
-    SafeFile f;
-    if (path_join(path, folder, file, err) || safe_open(&f, path, err)) return -1;
-    const SafeTensor **found = (const SafeTensor **)calloc((size_t)list->n + 1, sizeof *found);
-    unsigned char *used = (unsigned char *)calloc((size_t)f.n + 1, 1),
-                  *staging = (unsigned char *)malloc(ROOM);
-    int rc = found && used && staging ? 0 : fail(err, "%s: out of memory", shown(path));
-    for (int i = 0; i < list->n && !rc; i++) {
-        const StoredPart *s = &list->part[i];
-        const SafeTensor *t = found[i] = safe_find(&f, s->name);
-        if (!t) {
-            rc = fail(err,
-                "%s: tensor %s of shape %s is missing: the file does not belong to this model",
-                shown(path), s->name, shape_text(s->entry.rank, s->entry.shape));
-            break;
-        }
-        used[t - f.tensor] = 1;
-        if (t->rank != s->entry.rank ||
-            memcmp(t->shape, s->entry.shape, (size_t)t->rank * sizeof *t->shape))
-            rc = fail(err, "%s: tensor %s: expected shape %s, found %s", shown(path), s->name,
-                shape_text(s->entry.rank, s->entry.shape), shape_text(t->rank, t->shape));
+/* The tensors of a model: one file, or those that an index names. */
+typedef struct Weights {
+    char path[CKPT_PATH]; // of the file, or of the index
+    SafeFile *file;
+    unsigned char **used; // used[f][i]: tensor i of file f has been taken
+    int n;
+} Weights;
+
+CKPT_FN void weights_close(Weights *w) {
+    for (int i = 0; i < w->n; i++) {
+        safe_close(&w->file[i]);
+        if (w->used) free(w->used[i]);
     }
-    for (int i = 0; i < f.n && !rc; i++) {
-        if (!used[i])
-            rc = fail(err, "%s: tensor %s of shape %s has no place in this model", shown(path),
-                shown(f.tensor[i].name), shape_text(f.tensor[i].rank, f.tensor[i].shape));
+    free(w->file);
+    free(w->used);
+    w->file = NULL, w->used = NULL, w->n = 0;
+}
+
+CKPT_FN int weights_room(Weights *w, size_t n, Err *err) {
+    w->file = (SafeFile *)calloc(n + 1, sizeof *w->file);
+    w->used = (unsigned char **)calloc(n + 1, sizeof *w->used);
+    return w->file && w->used ? 0 : fail(err, "%s: out of memory", shown(w->path));
+}
+
+CKPT_FN int weights_add(Weights *w, const char *path, Err *err) {
+    SafeFile *f = &w->file[w->n];
+    if (safe_open(f, path, err)) return -1;
+    w->used[w->n++] = (unsigned char *)calloc((size_t)f->n + 1, 1);
+    return w->used[w->n - 1] ? 0 : fail(err, "%s: out of memory", shown(path));
+}
+
+CKPT_FN int text_order(const void *a, const void *b) {
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+/* The files of an index {"weight_map": {tensor: file}}, beside it, each once. Every tensor must be
+   in the file that the map gives it, and no file may hold another. */
+CKPT_FN int weights_index(
+    Weights *w, const char *folder, const json_t *map, const char **names, Err *err) {
+    char path[CKPT_PATH];
+    const char *key;
+    json_t *value;
+    size_t n = 0, files = 0;
+    json_object_foreach((json_t *)(uintptr_t)map, key, value) {
+        const char *file = json_string_value(value);
+        if (!file || !*file || *file == '.' || strchr(file, '/'))
+            return fail(err,
+                "%s: weight_map: tensor %s: expected the name of a file in the same folder, found "
+                "%s",
+                shown(w->path), shown(key), file ? shown(file) : "another value");
+        names[n++] = file;
+    }
+    qsort((void *)(uintptr_t)names, n, sizeof *names, text_order);
+    for (size_t i = 0; i < n; i++)
+        if (!i || strcmp(names[i], names[files - 1])) names[files++] = names[i];
+    if (weights_room(w, files, err)) return -1;
+    for (size_t i = 0; i < files; i++)
+        if (path_join(path, folder, names[i], err) || weights_add(w, path, err)) return -1;
+    size_t listed = 0;
+    json_object_foreach((json_t *)(uintptr_t)map, key, value) {
+        const char *file = json_string_value(value), **at;
+        at = (const char **)bsearch(&file, names, files, sizeof *names, text_order);
+        const SafeFile *f = &w->file[at - names];
+        if (!safe_find(f, key))
+            return fail(err, "%s: tensor %s is missing, which %s says is in this file",
+                shown(f->path), shown(key), shown(w->path));
+        listed++;
+    }
+    for (int k = 0; k < w->n; k++) {
+        const SafeFile *f = &w->file[k];
+        for (int i = 0; i < f->n; i++) {
+            const char *file = json_string_value(json_object_get(map, f->tensor[i].name));
+            if (!file || strcmp(file, names[k]))
+                return fail(err, "%s: tensor %s: expected none of that name here, since %s %s%s",
+                    shown(f->path), shown(f->tensor[i].name), shown(w->path),
+                    file ? "says it is in " : "does not list it", file ? shown(file) : "");
+        }
+    }
+    return listed ? 0 : fail(err, "%s: weight_map: expected tensors, found none", shown(w->path));
+}
+
+/* Opens FOLDER/FILE, or where there is none the shards of FOLDER/FILE.index.json. */
+CKPT_FN int weights_open(Weights *w, const char *folder, const char *file, Err *err) {
+    char index[64];
+    struct stat st;
+    *w = (Weights){.n = 0};
+    if (path_join(w->path, folder, file, err)) return -1;
+    snprintf(index, sizeof index, "%s.index.json", file);
+    int rc = 0;
+    char other[CKPT_PATH];
+    if (path_join(other, folder, index, err)) return -1;
+    if (!lstat(w->path, &st) || errno != ENOENT || stat(other, &st)) {
+        rc = weights_room(w, 1, err);
+        if (!rc) rc = weights_add(w, w->path, err);
+    } else {
+        strcpy(w->path, other);
+        json_t *root = json_read(other, err);
+        const json_t *map = json_object_get(root, "weight_map");
+        if (!root) return -1;
+        size_t n = json_object_size(map);
+        const char **names = (const char **)malloc((n + 1) * sizeof *names);
+        if (!names)
+            rc = fail(err, "%s: out of memory", shown(other));
+        else if (!json_is_object(map))
+            rc = fail(err, "%s: weight_map: expected an object {tensor: file}, found %s",
+                shown(other), map ? "another value" : "no such key");
+        else
+            rc = weights_index(w, folder, map, names, err);
+        free((void *)(uintptr_t)names);
+        json_decref(root);
+    }
+    if (rc) weights_close(w);
+    return rc;
+}
+
+// Where a part was found.
+typedef struct Found {
+    const SafeTensor *tensor;
+    size_t from; // its first element there
+    int file;
+} Found;
+
+// Marks a tensor as taken, and says where it is; 0 if there is none of that name.
+CKPT_FN int weights_take(Weights *w, const char *name, Found *at) {
+    for (int k = 0; k < w->n; k++) {
+        const SafeTensor *t = safe_find(&w->file[k], name);
+        if (!t) continue;
+        w->used[k][t - w->file[k].tensor] = 1;
+        *at = (Found){t, 0, k};
+        return 1;
+    }
+    return 0;
+}
+
+/* Finds a part under its own name, or as transformers holds it in memory and may store it: under
+   the table's name, or in one tensor with all experts of the layer, gate_up_proj (E, 2I, C), an
+   expert's gate above its up, or down_proj (E, C, I). */
+CKPT_FN int stored_find(
+    const StoredList *list, const StoredPart *s, Weights *w, Found *at, Err *err) {
+    const Tensor *x = s->tensor;
+    const int64_t stack[3] = {list->c->n_experts, (int64_t)x->rows, (int64_t)x->cols};
+    const int64_t *shape = s->entry.shape;
+    char name[PART_NAME];
+    int rank = s->entry.rank, alone = weights_take(w, s->name, at), fused = 0;
+    Found whole;
+    if (!alone && list->model) {
+        tensor_name(name, sizeof name, x, s->part);
+        alone = weights_take(w, name, at);
+    }
+    if (list->model && x->expert >= 0) {
+        snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%s", x->layer,
+            x->row->kind == T_GATE_UP ? "gate_up_proj" : "down_proj");
+        fused = weights_take(w, name, &whole);
+    }
+    if (alone && fused)
+        return fail(err, "%s: tensor %s is there twice: %s has it too", shown(w->path),
+            shown(at->tensor->name), name);
+    if (!alone && !fused)
+        return fail(err,
+            "%s: tensor %s of shape %s is missing: the file does not belong to this model",
+            shown(w->path), s->name, shape_text(s->entry.rank, s->entry.shape));
+    if (fused) {
+        *at = whole;
+        at->from = ((size_t)x->expert * x->rows + (size_t)s->part * s->count / x->cols) * x->cols;
+        rank = 3, shape = stack;
+    }
+    const SafeTensor *t = at->tensor;
+    if (t->rank == rank && !memcmp(t->shape, shape, (size_t)rank * sizeof *shape)) return 0;
+    return fail(err, "%s: tensor %s: expected shape %s, found %s", shown(w->file[at->file].path),
+        shown(t->name), shape_text(rank, shape), shape_text(t->rank, t->shape));
+}
+
+/* A file of a model whose head is its embedding may have it once more as lm_head, if it is the
+   same. 1: so it is. */
+CKPT_FN int is_tied_head(const StoredList *list, const Weights *w, const SafeTensor *t) {
+    const SafeTensor *e = NULL;
+    if (!list->model || !list->c->tied || strcmp(t->name, "lm_head.weight")) return 0;
+    for (int k = 0; k < w->n && !e; k++) e = safe_find(&w->file[k], "model.embed_tokens.weight");
+    return e && e->dtype == t->dtype && e->bytes == t->bytes && !memcmp(e->data, t->data, t->bytes);
+}
+
+/* Reads a file, or its shards, that must hold the listed tensors and no others. Nothing is written
+   to the device before all names and shapes are known to fit; nothing at all without `load`. */
+CKPT_FN int stored_read(
+    const StoredList *list, int load, const char *folder, const char *file, Err *err) {
+    enum { ROOM = 4 << 20 };
+    Weights w;
+    if (weights_open(&w, folder, file, err)) return -1;
+    Found *found = (Found *)calloc((size_t)list->n + 1, sizeof *found);
+    unsigned char *staging = (unsigned char *)malloc(ROOM);
+    int rc = found && staging ? 0 : fail(err, "%s: out of memory", shown(w.path));
+    for (int i = 0; i < list->n && !rc; i++)
+        rc = stored_find(list, &list->part[i], &w, &found[i], err);
+    for (int k = 0; k < w.n && !rc; k++) {
+        const SafeFile *f = &w.file[k];
+        for (int i = 0; i < f->n && !rc; i++) {
+            const SafeTensor *t = &f->tensor[i];
+            if (!w.used[k][i] && !is_tied_head(list, &w, t))
+                rc = fail(err, "%s: tensor %s of shape %s has no place in this model%s",
+                    shown(f->path), shown(t->name), shape_text(t->rank, t->shape),
+                    list->model && list->c->tied && !strcmp(t->name, "lm_head.weight")
+                        ? ", whose head is its embedding: they differ"
+                        : "");
+        }
     }
     for (int i = 0; i < list->n && load && !rc; i++)
-        rc = stored_load(&list->part[i], found[i], list->backend, staging, ROOM, path, err);
+        rc = stored_load(&list->part[i], found[i].tensor, found[i].from, list->backend, staging,
+            ROOM, w.file[found[i].file].path, err);
     if (load) list->backend->sync();
     free(found);
-    free(used);
     free(staging);
-    safe_close(&f);
+    weights_close(&w);
     return rc;
 }
 
 CKPT_FN int model_list(StoredList *list, const Config *c, const TensorTable *t, const Backend *b,
     const void *params, const void *buffers, Err *err) {
-    *list = (StoredList){.backend = b};
+    *list = (StoredList){.backend = b, .c = c, .model = 1};
     if (stored_add(list, c, t, 1, "", params, b->param_type, err)) return -1;
     return stored_add(list, c, t, 0, "", buffers, b->stat_type, err);
 }
@@ -1224,9 +1542,10 @@ CKPT_FN int model_write(const char *folder, const Config *c, const TensorTable *
     return rc;
 }
 
-/* Reads FOLDER/model.safetensors into the arenas, converting from F32, F64, BF16 or F16. A missing,
-   unknown or wrongly shaped tensor is an error, found before anything is overwritten. Gaps between
-   tensors are left as they are, and params_changed() is for the caller to call. */
+/* Reads FOLDER/model.safetensors, or its shards, into the arenas, converting from F32, F64, BF16 or
+   F16. A missing, unknown or wrongly shaped tensor is an error, found before anything is
+   overwritten. Gaps between tensors are left as they are, and params_changed() is for the caller to
+   call. */
 CKPT_FN int model_read(const char *folder, const Config *c, const TensorTable *t, const Backend *b,
     void *params, void *buffers, Err *err) {
     StoredList list;
@@ -1236,8 +1555,8 @@ CKPT_FN int model_read(const char *folder, const Config *c, const TensorTable *t
     return rc;
 }
 
-/* Whether FOLDER/model.safetensors holds exactly this model, before memory is taken for it: the
-   sizes in a config.json are only claims. */
+/* Whether FOLDER/model.safetensors, or its shards, hold exactly this model, before memory is taken
+   for it: the sizes in a config.json are only claims. */
 CKPT_FN int model_check(
     const char *folder, const Config *c, const TensorTable *t, const Backend *b, Err *err) {
     StoredList list;
@@ -1250,7 +1569,7 @@ CKPT_FN int model_check(
 
 CKPT_FN int optimizer_list(StoredList *list, const Config *c, const TensorTable *t,
     const Backend *b, const void *m, const void *v, Err *err) {
-    *list = (StoredList){.backend = b};
+    *list = (StoredList){.backend = b, .c = c};
     if (stored_add(list, c, t, 1, "m.", m, b->grad_type, err)) return -1;
     return stored_add(list, c, t, 1, "v.", v, b->grad_type, err);
 }

@@ -40,6 +40,7 @@ typedef struct Options {
     Config c;
     double aux_loss, z_loss, bias_rate, capacity;
     int routing, tile;
+    int arch; // Arch: what the user named, ARCH_AUTO = nothing
     // training
     int batch, schedule, optimizer;
     int64_t total_batch, steps, warmup;

@@ -73,6 +73,8 @@ static const Flag flags[] = {
         "none|full|head norm of queries and keys: full = over all heads together"},
     {"router", CHOICE, AT(c.router), 0, 0, SHAPED,
         "softmax|sigmoid scores; sigmoid chooses with a selection bias that balances the load"},
+    {"arch", CHOICE, AT(arch), 0, 0, SHAPED,
+        "auto|olmoe|mixtral|qwen3_moe what checkpoints are saved as; auto: whichever fits"},
     {"norm-topk", INT, AT(c.norm_topk), 0, 1, SHAPED,
         "renormalise the weights of a token's experts"},
     {"tied", INT, AT(c.tied), 0, 1, SHAPED, "output head = embedding"},
@@ -407,6 +409,14 @@ static void settle_routing(const Options *o, const int given[N_FLAGS]) {
             was_given(given, "tile") ? "" : ", its default");
 }
 
+/* An architecture that was named has its qk-norm and its weights of a token's experts, unless they
+   are given. */
+static void settle_arch(Options *o, const int given[N_FLAGS]) {
+    if (o->arch == ARCH_AUTO) return;
+    if (!was_given(given, "qk-norm")) o->c.qk_norm = (int)arch_rows[o->arch].qk_norm;
+    if (!was_given(given, "norm-topk")) o->c.norm_topk = o->arch != ARCH_OLMOE;
+}
+
 // What depends on several flags. from_file: the shape of the model was read, not given.
 static void settle(Options *o, const int given[N_FLAGS], int from_file) {
     Err err;
@@ -427,6 +437,7 @@ static void settle(Options *o, const int given[N_FLAGS], int from_file) {
             c->top_k = 1;
         }
         c->d_dense = c->top_k * c->d_expert;
+        settle_arch(o, given);
     }
     settle_routing(o, given);
     if (c->top_k > c->n_experts)
@@ -437,6 +448,12 @@ static void settle(Options *o, const int given[N_FLAGS], int from_file) {
     if (c->head_dim % 2)
         die(USER_ERROR, "--head-dim: expected an even number, found %d", c->head_dim);
     if (config_check(c, &err)) die(USER_ERROR, "%s", err.text);
+    const char *misfit = o->arch == ARCH_AUTO ? NULL : config_misfit(c, (Arch)o->arch);
+    if (misfit)
+        die(USER_ERROR,
+            "--arch %s: expected a shape that this architecture has, found %s; change it, or leave "
+            "--arch out",
+            arch_rows[o->arch].type, misfit);
     check_batch(o);
 }
 

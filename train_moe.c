@@ -340,7 +340,7 @@ static void stop_bad(Run *r, const StepState *s, int64_t step) {
         int i = -1; // segments are the trained tensors, in order
         int64_t left = s->bad_index;
         while (left >= 0) left -= r->m.table.tensor[++i].row->trained;
-        tensor_name(name, sizeof name, &r->m.table.tensor[i], 0);
+        stored_name(name, sizeof name, &r->m.c, &r->m.table.tensor[i], 0);
         snprintf(what, sizeof what, "the gradient of %s is not finite", name);
     }
     die(RUN_ERROR,

@@ -35,6 +35,7 @@ d-shared      whole  yes 8
 dense-layers  whole  yes 1                          2
 qk-norm       name   -   none,full,head
 router        name   -   softmax,sigmoid
+arch          name   -   auto,olmoe,mixtral,qwen3_moe  llama,moe_c
 norm-topk     whole  yes 1                          2
 tied          whole  yes 1                          2
 rope-theta    real   no  1e6,1e4
