@@ -371,6 +371,9 @@ static int was_given(const int given[N_FLAGS], const char *name) {
 static void settle_routing(const Options *o, const int given[N_FLAGS]) {
     const Config *c = &o->c;
     if (c->n_experts == 1) {
+        if (c->router != ROUTER_SOFTMAX || o->routing != ROUTING_TOPK)
+            die(USER_ERROR, "--%s: expected a model with --experts 2 or more, found a dense one",
+                c->router != ROUTER_SOFTMAX ? "router sigmoid" : "routing round");
         static const char *const routed[] = {
             "d-shared", "dense-layers", "bias-rate", "capacity", "tile"};
         for (size_t i = 0; i < sizeof routed / sizeof *routed; i++)
@@ -378,9 +381,6 @@ static void settle_routing(const Options *o, const int given[N_FLAGS]) {
                 die(USER_ERROR,
                     "--%s: expected a model with --experts 2 or more, found a dense one",
                     routed[i]);
-        if (c->router != ROUTER_SOFTMAX || o->routing != ROUTING_TOPK)
-            die(USER_ERROR, "--%s: expected a model with --experts 2 or more, found a dense one",
-                c->router != ROUTER_SOFTMAX ? "router sigmoid" : "routing round");
         return;
     }
     if (c->dense_layers >= c->n_layers)
@@ -397,7 +397,7 @@ static void settle_routing(const Options *o, const int given[N_FLAGS]) {
         die(USER_ERROR,
             "--capacity: expected --routing topk, found round, which sets every expert's tokens");
     const double share = (double)o->batch * c->seq_len * c->top_k / c->n_experts;
-    if (o->tile > share && o->tile <= (int64_t)o->batch * c->seq_len)
+    if (o->tile > 1 && o->tile > share && o->tile <= (int64_t)o->batch * c->seq_len)
         warn("--tile %d is more than an expert's even share of %g tokens: many experts get none; "
              "lower it, or raise --batch",
             o->tile, share);

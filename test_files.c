@@ -1808,7 +1808,7 @@ int main(int argc, char **argv) {
     test_types();
     test_architectures();
     test_arch_files();
-    test_shards();
+    test_sharded_models();
     test_fused();
     test_tied_head();
     test_names();

@@ -340,7 +340,7 @@ static void test_arch_files(void) {
     }
 }
 
-static void test_shards(void) {
+static void test_sharded_models(void) {
     static const struct {
         const char *name, *edit, *word, *other;
     } no[] = {
