@@ -869,8 +869,7 @@ static int tokenize_texts(
             } else {
                 uint32_t *id;
                 size_t n;
-                rc = tokenizer_encode(
-                    (void *)(uintptr_t)t, f->map + at, end - at, &id, &n, err);
+                rc = tokenizer_encode((void *)(uintptr_t)t, f->map + at, end - at, &id, &n, err);
                 for (size_t k = 0; k < n && !rc; k++) rc = shard_token(s, id[k], err);
                 free(id);
             }

@@ -21,7 +21,7 @@ enum {
     INFO = 8,
     BENCH = 16,
     SHAPED = TRAIN | INFO | BENCH,
-    ANEW = 32,    // may be given anew with --resume
+    ANEW = 32,     // may be given anew with --resume
     RUN_ONLY = 64, // not part of the training: never kept in trainer.json
     TOKENIZE = 128
 };
@@ -38,7 +38,8 @@ typedef struct Flag {
 
 #define AT(field) offsetof(Options, field)
 static const Flag flags[] = {
-    {"input", PATHS, AT(input), 0, 0, TRAIN | EVAL | TOKENIZE, "text file, folder or pattern; repeatable"},
+    {"input", PATHS, AT(input), 0, 0, TRAIN | EVAL | TOKENIZE,
+        "text file, folder or pattern; repeatable"},
     {"val", PATHS, AT(val), 0, 0, TRAIN, "validation text; default: the last part of each input"},
     {"val-fraction", REAL, AT(val_fraction), 0, 0.9, TRAIN,
         "part of each input held out for validation"},
@@ -46,8 +47,7 @@ static const Flag flags[] = {
         "tokenizer.json, vocab.bpe or llm.c's tokenizer.bin; default: the 256 bytes"},
     {"train-vocab", INT, AT(train_vocab), 257, TOK_LIMIT, TOKENIZE,
         "learn a vocabulary of so many tokens from --input and write it to --out"},
-    {"shard-tokens", LONG, AT(shard_tokens), 1, INT32_MAX, TOKENIZE,
-        "most tokens in a file"},
+    {"shard-tokens", LONG, AT(shard_tokens), 1, INT32_MAX, TOKENIZE, "most tokens in a file"},
     {"out", TEXT, AT(out), 0, 0, TRAIN | TOKENIZE | RUN_ONLY,
         "folder of the run; default: the next free out/run-N; tokenize needs one"},
     {"overwrite", SWITCH, AT(overwrite), 0, 0, TRAIN | TOKENIZE | RUN_ONLY,
@@ -301,7 +301,8 @@ static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS
             if (!strcmp(argv[1], commands[i].name)) c = &commands[i];
         if (!c)
             die(USER_ERROR,
-                "expected a command (train, generate, eval, info, bench, tokenize) or a flag, found '%s'",
+                "expected a command (train, generate, eval, info, bench, tokenize) or a flag, "
+                "found '%s'",
                 argv[1]);
         first = 2;
         if (c->bit == INFO && argc > 2 && argv[2][0] != '-') o->model = argv[first++]; // info OUT

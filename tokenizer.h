@@ -69,7 +69,7 @@ typedef struct Bpe {
     uint32_t of_byte[256];
     Merge *merge;   // by rank; an array of stb_ds
     PairRank *rank; // a map of stb_ds
-    void *split; // pcre2_code
+    void *split;    // pcre2_code
     int jit;
 } Bpe;
 
@@ -178,15 +178,16 @@ TOK_FN int bpe_begin(Tokenizer *t, size_t vocab_size, const char *where, Err *er
         b->special = (char *)calloc(vocab_size, 1);
     }
     if (!b || !b->at || !b->len || !b->special)
-        return fail(err, "%s: out of memory for %llu tokens", where, (unsigned long long)vocab_size);
+        return fail(
+            err, "%s: out of memory for %llu tokens", where, (unsigned long long)vocab_size);
     for (int i = 0; i < 256; i++) b->of_byte[i] = TOK_NONE;
     t->vocab_size = (int)vocab_size;
     return 0;
 }
 
 // Gives token `id` its n bytes.
-TOK_FN int bpe_set(
-    Tokenizer *t, int64_t id, const void *bytes, size_t n, int special, const char *where, Err *err) {
+TOK_FN int bpe_set(Tokenizer *t, int64_t id, const void *bytes, size_t n, int special,
+    const char *where, Err *err) {
     Bpe *b = t->bpe;
     if (id < 0 || id >= t->vocab_size)
         return fail(err, "%s: expected ids below %d, one for each token, found %lld", where,
@@ -226,8 +227,8 @@ TOK_FN int bpe_merge(
         return fail(err, "%s: merge %u: this pair is there twice", where, rank + 1);
     if (b->special[left] || b->special[right] || b->special[id] ||
         b->len[id] != b->len[left] + b->len[right])
-        return fail(err, "%s: merge %u: expected two ordinary tokens that make a third", where,
-            rank + 1);
+        return fail(
+            err, "%s: merge %u: expected two ordinary tokens that make a third", where, rank + 1);
     stbds_arrput(b->merge, m);
     stbds_hmput(b->rank, (uint64_t)left << 32 | right, rank);
     return 0;
@@ -238,8 +239,8 @@ TOK_FN int bpe_merge(
    space, of which the last before a word is left to it. Letters and digits are those of the Unicode
    version that PCRE2 has. */
 #define TOK_SPACE "\\t-\\r\\x{85}\\p{Z}"
-#define TOK_SPLIT                                                                                  \
-    "'(?:s|t|re|ve|m|ll|d)| ?\\p{L}+| ?\\p{N}+| ?[^" TOK_SPACE "\\p{L}\\p{N}]+|[" TOK_SPACE        \
+#define TOK_SPLIT                                                                           \
+    "'(?:s|t|re|ve|m|ll|d)| ?\\p{L}+| ?\\p{N}+| ?[^" TOK_SPACE "\\p{L}\\p{N}]+|[" TOK_SPACE \
     "]+(?![^" TOK_SPACE "])|[" TOK_SPACE "]+"
 
 // The last step of every way to a vocabulary: is it whole? Makes it ready to encode.
@@ -258,8 +259,8 @@ TOK_FN int bpe_end(Tokenizer *t, const char *where, Err *err) {
     b->split = pcre2_compile((PCRE2_SPTR)TOK_SPLIT, PCRE2_ZERO_TERMINATED,
         PCRE2_UTF | PCRE2_UCP | PCRE2_MATCH_INVALID_UTF, &code, &at, NULL);
     if (!b->split)
-        return fail(err, "PCRE2 cannot compile GPT-2's pattern (error %d): is it older than 10.34?",
-            code);
+        return fail(
+            err, "PCRE2 cannot compile GPT-2's pattern (error %d): is it older than 10.34?", code);
     b->jit = !pcre2_jit_compile((pcre2_code *)b->split, PCRE2_JIT_COMPLETE);
     return 0;
 #else
@@ -376,8 +377,7 @@ TOK_FN uint64_t heap_pop(uint64_t *h) { // of one that is not empty
 
 TOK_FN void try_pair(Encoder *e, uint32_t at) {
     const uint32_t next = e->next[at];
-    e->rank[at] =
-        next == TOK_NONE ? TOK_NONE : bpe_rank(e->b, e->symbol[at], e->symbol[next]);
+    e->rank[at] = next == TOK_NONE ? TOK_NONE : bpe_rank(e->b, e->symbol[at], e->symbol[next]);
     if (e->rank[at] != TOK_NONE) heap_push(&e->heap, (uint64_t)e->rank[at] << 32 | at);
 }
 
@@ -501,8 +501,7 @@ TOK_FN int encode_piece(Encoder *e, const unsigned char *text, size_t n, Err *er
     size_t at = 0, pending = 0, begin;
     int64_t len;
     while ((len = next_word(e->b, e->match, text, n, &at, &pending, &begin, err)) > 0) {
-        if (len >= UINT32_MAX)
-            return fail(err, "a word of %lld bytes is too long", (long long)len);
+        if (len >= UINT32_MAX) return fail(err, "a word of %lld bytes is too long", (long long)len);
         word_encode(e, text + begin, (size_t)len);
     }
     return (int)len;
@@ -518,8 +517,7 @@ TOK_FN int tokenizer_encode(
     *count = 0;
     if (n == 0) return 0;
     if (!t->bpe) {
-        if (n > SIZE_MAX / sizeof **tokens ||
-            !(*tokens = (uint32_t *)malloc(n * sizeof **tokens)))
+        if (n > SIZE_MAX / sizeof **tokens || !(*tokens = (uint32_t *)malloc(n * sizeof **tokens)))
             return fail(
                 err, "out of memory for the tokens of a text of %llu bytes", (unsigned long long)n);
         for (size_t i = 0; i < n; i++) (*tokens)[i] = text[i];
@@ -612,22 +610,20 @@ TOK_FN json_t *tokenizer_json(const Tokenizer *t) {
     int rc = !vocab || !merges;
     for (int i = 0; i < t->vocab_size && !rc; i++) {
         if (!t->bpe) byte_utf8(byte, i);
-        rc = json_object_set_new(
-            vocab, t->bpe ? token_name(t, i, &name) : byte, json_integer(i));
+        rc = json_object_set_new(vocab, t->bpe ? token_name(t, i, &name) : byte, json_integer(i));
     }
     for (size_t i = 0; t->bpe && i < stbds_arrlenu(t->bpe->merge) && !rc; i++) {
         const Merge *m = &t->bpe->merge[i];
         rc = json_array_append_new(merges,
-            json_sprintf("%s %s", token_name(t, (int)m->left, &name),
-                token_name(t, (int)m->right, &other)));
+            json_sprintf(
+                "%s %s", token_name(t, (int)m->left, &name), token_name(t, (int)m->right, &other)));
     }
     stbds_arrfree(name);
     stbds_arrfree(other);
     json_t *root = rc
         ? NULL
-        : json_pack(
-              "{s:s, s:n, s:n, s:o, s:n, s:{s:s, s:b, s:b, s:b}, s:n, s:{s:s, s:b, s:b, s:b},"
-              " s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:O, s:O}}",
+        : json_pack("{s:s, s:n, s:n, s:o, s:n, s:{s:s, s:b, s:b, s:b}, s:n, s:{s:s, s:b, s:b, s:b},"
+                    " s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:O, s:O}}",
               "version", "1.0", "truncation", "padding", "added_tokens", added_tokens(t),
               "normalizer", "pre_tokenizer", "type", "ByteLevel", "add_prefix_space", 0,
               "trim_offsets", 1, "use_regex", t->bpe != NULL, "post_processor", "decoder", "type",
@@ -711,12 +707,14 @@ TOK_FN int json_check(const json_t *root, const char *where, Err *err) {
             split ? shown(split) : "none");
     const json_t *regex = json_object_get(pre, "use_regex");
     if (regex && !json_is_true(regex) && (json_array_size(merges) || !json_is_bytes(vocab)))
-        return fail(err, "%s: expected the pre_tokenizer ByteLevel with GPT-2's split, found "
-                         "use_regex off", where);
+        return fail(err,
+            "%s: expected the pre_tokenizer ByteLevel with GPT-2's split, found "
+            "use_regex off",
+            where);
     for (size_t i = 0; i < sizeof off / sizeof *off; i++)
         if (!json_is_off(json_object_get(off[i].in, off[i].key)))
-            return fail(err, "%s: expected no %s beside the vocabulary, found some", where,
-                off[i].key);
+            return fail(
+                err, "%s: expected no %s beside the vocabulary, found some", where, off[i].key);
     return 0;
 }
 
@@ -753,8 +751,8 @@ TOK_FN int json_merge(
     return bpe_merge(t, (uint32_t)left, (uint32_t)right, (uint32_t)id, where, err);
 }
 
-/* The added tokens, which text is never turned into. Hugging Face turns text into one that is not
-   marked special: said. */
+/* The added tokens, which text is never turned into. Returns how many are not marked special, or -1:
+   Hugging Face turns text into those. */
 TOK_FN int json_added(Tokenizer *t, const json_t *added, const char *where, Err *err) {
     int ordinary = 0;
     for (size_t i = 0; i < json_array_size(added); i++) {
@@ -766,10 +764,7 @@ TOK_FN int json_added(Tokenizer *t, const json_t *added, const char *where, Err 
             return -1;
         ordinary += !json_is_true(json_object_get(a, "special"));
     }
-    if (ordinary)
-        warn("%s: %d added tokens are not marked special; here text is never turned into them",
-            where, ordinary);
-    return 0;
+    return ordinary;
 }
 
 // Which special token ends a text: eos_token of the tokenizer_config.json beside, or the usual name.
@@ -819,10 +814,11 @@ TOK_FN int open_json(Tokenizer *t, const char *path, Err *err) {
         key = json_string_value(json_object_get(json_array_get(added, i), "content"));
         size += key && !json_object_get(vocab, key);
     }
-    int rc = json_is_off(added) || json_is_array(added)
+    int ordinary = 0,
+        rc = json_is_off(added) || json_is_array(added)
         ? bpe_begin(t, size, where, err)
         : fail(err, "%s: expected added_tokens as an array, found something else", where);
-    if (!rc) rc = json_added(t, added, where, err);
+    if (!rc) rc = (ordinary = json_added(t, added, where, err)) < 0;
     json_object_foreach((json_t *)(uintptr_t)vocab, key, value) {
         if (rc) break;
         const int64_t id = json_is_integer(value) ? (int64_t)json_integer_value(value) : -1;
@@ -849,6 +845,9 @@ TOK_FN int open_json(Tokenizer *t, const char *path, Err *err) {
     if (!rc) find_eot(t, path);
     if (!rc) rc = bpe_end(t, where, err);
     json_decref(root);
+    if (!rc && ordinary)
+        warn("%s: %d added tokens are not marked special; here text is never turned into them",
+            where, ordinary);
     return rc ? -1 : 0;
 }
 
@@ -905,8 +904,8 @@ TOK_FN int open_merges(Tokenizer *t, const char *path, char *text, size_t size, 
         unsigned char *bytes = NULL;
         stbds_arrsetlen(bytes, n + k);
         if (json_object_get(vocab, both))
-            rc = fail(err, "%s: line %llu: this token is there twice", where,
-                (unsigned long long)line);
+            rc = fail(
+                err, "%s: line %llu: this token is there twice", where, (unsigned long long)line);
         else
             rc = bpe_set(t, id, bytes, (size_t)spelled_bytes(bytes, both), 0, where, err) ||
                 bpe_merge(t, (uint32_t)left, (uint32_t)right, (uint32_t)id, where, err) ||
@@ -1087,7 +1086,7 @@ typedef struct Learner {
     struct Candidate {
         uint64_t count, key;
         uint32_t pair;
-    } *heap;
+    } * heap;
 } Learner;
 
 TOK_FN void learner_close(Learner *l) {
@@ -1130,8 +1129,7 @@ TOK_FN int learner_open(Learner *l, Err *err) {
 }
 
 // Adds `times` occurrences of one word.
-TOK_FN int learner_word(
-    Learner *l, const unsigned char *text, size_t n, uint64_t times, Err *err) {
+TOK_FN int learner_word(Learner *l, const unsigned char *text, size_t n, uint64_t times, Err *err) {
     uint64_t h = n;
     for (size_t i = 0; i < n; i += 8) {
         uint64_t x = 0;
@@ -1176,8 +1174,8 @@ TOK_FN int learner_text(Learner *l, const unsigned char *text, size_t n, Err *er
         size_t at = 0, pending = 0, begin;
         int64_t len;
         end = tokenizer_cut(text, n, n - from > size ? from + size : n);
-        while ((len = next_word(
-                    b, l->match, text + from, end - from, &at, &pending, &begin, err)) > 0)
+        while (
+            (len = next_word(b, l->match, text + from, end - from, &at, &pending, &begin, err)) > 0)
             if (learner_word(l, text + from + begin, (size_t)len, 1, err)) return -1;
         if (len < 0) return -1;
     }
