@@ -843,20 +843,33 @@ static int shard_token(Shards *s, uint32_t token, Err *err) {
     return 0;
 }
 
-/* Walks over the texts of --input in blocks that end where the split ends a word, so that memory is
-   bounded. Each block is either counted for a vocabulary, or encoded and written; each text begins
-   with an end-of-text token, as llm.c's own do. bytes: of all texts. */
-static int tokenize_texts(
-    const Options *o, const Tokenizer *t, Shards *s, Learner *l, uint64_t *bytes, Err *err) {
-    enum { BLOCK = 16 << 20 };
-    Data d;
-    int rc = 0;
-    memset(&d, 0, sizeof d);
+static void unmap_text(DataFile *f) {
+    if (f->map) munmap(f->map, f->size);
+    f->map = NULL;
+}
+
+// The texts of --input, each looked at before anything is made of them.
+static void list_texts(Data *d, const Options *o) {
+    Err err;
+    memset(d, 0, sizeof *d);
     for (int i = 0; i < o->input.n; i++)
-        if (data_add_input(&d, o->input.at[i], 0, "--input", err)) die(USER_ERROR, "%s", err->text);
-    if (data_drop_duplicates(&d, err)) die(USER_ERROR, "%s", err->text);
-    for (int i = 0; i < d.n_files && !rc; i++) {
-        DataFile *f = &d.file[i];
+        if (data_add_input(d, o->input.at[i], 0, "--input", &err)) die(USER_ERROR, "%s", err.text);
+    if (data_drop_duplicates(d, &err)) die(USER_ERROR, "%s", err.text);
+    for (int i = 0; i < d->n_files; i++) {
+        if (data_map(&d->file[i], &err)) die(USER_ERROR, "--input: %s", err.text);
+        unmap_text(&d->file[i]);
+    }
+}
+
+/* Walks over the texts in blocks that end where the split ends a word, so that memory is bounded.
+   Each block is either counted for a vocabulary, or encoded and written; each text begins with an
+   end-of-text token, as in the shards that llm.c makes. bytes: of all texts. */
+static int tokenize_texts(
+    Data *d, const Tokenizer *t, Shards *s, Learner *l, uint64_t *bytes, Err *err) {
+    enum { BLOCK = 16 << 20 };
+    int rc = 0;
+    for (int i = 0; i < d->n_files && !rc; i++) {
+        DataFile *f = &d->file[i];
         rc = data_map(f, err);
         if (!rc && s && t->eot >= 0) rc = shard_token(s, (uint32_t)t->eot, err);
         for (size_t at = 0, end; at < f->size && !rc; at = end) {
@@ -877,13 +890,10 @@ static int tokenize_texts(
             const size_t page = end & ~(size_t)0xffff;
             if (!rc) madvise(f->map, page, MADV_DONTNEED);
         }
-        if (f->map) munmap(f->map, f->size);
+        unmap_text(f);
         *bytes += f->size;
-        f->map = NULL;
     }
-    const int files = d.n_files;
-    data_close(&d);
-    return rc ? -1 : files;
+    return rc ? -1 : 0;
 }
 
 // --out FILE.json: that file; FOLDER: both files of a tokenizer in it.
@@ -894,6 +904,7 @@ static void train_vocabulary(const Options *o) {
     Err err;
     Learner l;
     Tokenizer t;
+    Data d;
     uint64_t bytes = 0;
     if (len > CKPT_PATH - 128) die(USER_ERROR, "--out: the name is too long");
     snprintf(folder, sizeof folder, "%s", o->out);
@@ -910,9 +921,10 @@ static void train_vocabulary(const Options *o) {
             looks_like(o->out));
     if (!o->overwrite && (is_file ? !access(o->out, F_OK) : has_file(o->out, "tokenizer.json")))
         die(USER_ERROR, "--out %s: a tokenizer is there already; --overwrite replaces it", o->out);
+    list_texts(&d, o);
     const double t0 = now_s();
     if (learner_open(&l, &err)) die(USER_ERROR, "%s", err.text);
-    if (tokenize_texts(o, NULL, NULL, &l, &bytes, &err) < 0) die(RUN_ERROR, "%s", err.text);
+    if (tokenize_texts(&d, NULL, NULL, &l, &bytes, &err)) die(RUN_ERROR, "%s", err.text);
     const double t1 = now_s();
     if (learner_learn(&l, &t, o->train_vocab, &err)) die(RUN_ERROR, "%s", err.text);
     const double t2 = now_s();
@@ -927,6 +939,7 @@ static void train_vocabulary(const Options *o) {
         t2 - t1, o->out);
     learner_close(&l);
     tokenizer_free(&t);
+    data_close(&d);
 }
 
 // What is in a folder: nothing, what write_shards puts there, or something else too.
@@ -951,6 +964,7 @@ static void write_shards(const Options *o) {
     char out[CKPT_PATH], parent[CKPT_PATH], old[CKPT_PATH + 8], a[32], b[32];
     Err err;
     Tokenizer t;
+    Data d;
     uint64_t bytes = 0;
     snprintf(out, sizeof out, "%s", o->out);
     if (strlen(o->out) > CKPT_PATH - 128) die(USER_ERROR, "--out: the name is too long");
@@ -977,6 +991,7 @@ static void write_shards(const Options *o) {
         tokenizer_bytes(&t);
     else if (tokenizer_open(&t, o->vocab, &err))
         die(USER_ERROR, "--vocab %s", err.text);
+    list_texts(&d, o);
     s.fd = -1;
     s.limit = o->shard_tokens;
     s.wide = t.vocab_size > 65536;
@@ -984,8 +999,7 @@ static void write_shards(const Options *o) {
     if (mkdir(s.folder, 0777))
         die(RUN_ERROR, "%s: cannot make this folder: %s", shown(s.folder), strerror(errno));
     const double t0 = now_s();
-    const int texts = tokenize_texts(o, &t, &s, NULL, &bytes, &err);
-    int rc = texts < 0 || shard_end(&s, &err) || tokenizer_save(&t, s.folder, &err) ||
+    int rc = tokenize_texts(&d, &t, &s, NULL, &bytes, &err) || shard_end(&s, &err) || tokenizer_save(&t, s.folder, &err) ||
         sync_folder(s.folder, &err);
     if (!rc) {
         const int there = !access(out, F_OK);
@@ -1003,10 +1017,11 @@ static void write_shards(const Options *o) {
     const double seconds = now_s() - t0;
     printf("tokens: %s in %d file%s of %d bits, from %d text%s of %s bytes (%.3f bytes a token), "
            "%.1f MB/s: %s\n",
-        human((double)s.tokens, a), s.files, s.files == 1 ? "" : "s", s.wide ? 32 : 16, texts,
-        texts == 1 ? "" : "s", human((double)bytes, b), (double)bytes / (double)s.tokens,
+        human((double)s.tokens, a), s.files, s.files == 1 ? "" : "s", s.wide ? 32 : 16, d.n_files,
+        d.n_files == 1 ? "" : "s", human((double)bytes, b), (double)bytes / (double)s.tokens,
         (double)bytes / seconds / 1e6, o->out);
     tokenizer_free(&t);
+    data_close(&d);
 }
 
 static void command_tokenize(const Options *o) {
