@@ -1,5 +1,6 @@
-# Builds train_moe (the trainer and its other commands), test_moe, test_golden and test_files (the
-# tests of what it computes, alone and beside transformers, and of what it reads and writes). `make help` lists the targets.
+# Builds train_moe (the trainer and its other commands) and its tests: test_moe (what it computes),
+# test_golden (the same beside transformers), test_files (what it reads and writes), test_tokens
+# (text to tokens). `make help` lists the targets.
 #
 # Objects and programs live in build/NAME, one folder for each compiler and set of flags, so that
 # builds never mix: build/cc, build/clang, build/cc-san, build/cc-portable. The programs are linked
@@ -15,6 +16,7 @@ WARNINGS ?= -Wall -Wextra -Werror
 PORTABLE ?=# 1: no -march=native; on x86-64 one program, which picks AVX2 or AVX-512 at start
 SAN      ?=# 1: address and undefined-behaviour sanitizers
 OPENMP   ?= 1# 0: build without, even where it is there
+PCRE2    ?= 1# the same
 TEXT     ?=# a text file or folder for `make train`, instead of the fetched texts
 
 # The same bits from gcc and clang, at any optimisation level: no contraction of a*b+c (gemm.h asks
@@ -35,6 +37,7 @@ MAKEFLAGS += -r --no-print-directory
 .DELETE_ON_ERROR:
 empty :=
 space := $(empty) $(empty)
+comma := ,
 hash  := \#
 
 # A setting that is on, off, and the others that give a build a folder of its own.
@@ -43,7 +46,7 @@ off    = $(if $(on),,off)
 CUSTOM := $(strip $(filter-out -O3 -g,$(CFLAGS)) $(CPPFLAGS) $(LDFLAGS))
 NAME   := $(subst /,_,$(subst $(space),_,$(strip $(CC))))
 NAME   := $(NAME)$(if $(call on,$(SAN)),-san)$(if $(call on,$(PORTABLE)),-portable)
-NAME   := $(NAME)$(if $(call off,$(OPENMP)),-no-openmp)
+NAME   := $(NAME)$(if $(call off,$(OPENMP)),-no-openmp)$(if $(call off,$(PCRE2)),-no-pcre2)
 NAME   := $(NAME)$(if $(CUSTOM),-$(firstword $(shell printf '%s' '$(CUSTOM)' | cksum)))
 B      := build/$(NAME)
 CONFIG := $(B)/config.mk
@@ -66,6 +69,7 @@ PROBES = tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	compiler() { links stdio.h 'puts("");' ''; }; \
 	jansson() { links jansson.h 'json_decref(NULL);' -ljansson; }; \
 	stb() { links stb/stb_ds.h '' ''; }; \
+	pcre2() { links pcre2.h 'pcre2_code_free(NULL);' '-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8'; }; \
 	openmp() { [ '$(call on,$(OPENMP))' ] && \
 	    links omp.h 'return omp_get_max_threads() < 1;' -fopenmp; }
 
@@ -83,10 +87,13 @@ $(CONFIG): Makefile
 	    accepts $$a && arch=$$a && break; \
 	done; \
 	omp=; openmp && omp=-fopenmp; \
+	pcre=; [ '$(call on,$(PCRE2))' ] && pcre2 && pcre=-lpcre2-8; \
 	{ echo "TARGET := $$($(CC) -dumpmachine)"; \
 	  echo "ARCH := $$arch"; \
 	  echo "OMP := $${omp:--Wno-unknown-pragmas}"; \
-	  echo "FOUND := OpenMP $$([ "$$omp" ] && echo on || echo 'off (one thread)')"; \
+	  echo "PCRE2_LIB := $$pcre"; \
+	  echo "FOUND := OpenMP $$([ "$$omp" ] && echo on || echo 'off (one thread)')\$$(comma)"; \
+	  echo "FOUND += PCRE2 $$([ "$$pcre" ] && echo on || echo 'off (no vocabularies with merges)')"; \
 	} >$@.part && mv $@.part $@
 
 # Goals that work on a machine where the probes would fail.
@@ -96,8 +103,10 @@ include $(CONFIG)
 endif
 
 # ---- the programs --------------------------------------------------------------------------------
-COMPILE = $(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(WARNINGS) $(CPPFLAGS) $(MODE) -MMD -MP
-LINK    = $(CC) $(CFLAGS) $(ARCH) $(OMP) $(MODE) -o $@ $(filter %.o,$^) $(LDFLAGS) -ljansson -lm
+DEFINES = $(if $(PCRE2_LIB),-DUSE_PCRE2)
+COMPILE = $(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(WARNINGS) $(DEFINES) $(CPPFLAGS) $(MODE) -MMD -MP
+LIBS    = $(PCRE2_LIB) -ljansson -lm
+LINK    = $(CC) $(CFLAGS) $(ARCH) $(OMP) $(MODE) -o $@ $(filter %.o,$^) $(LDFLAGS) $(LIBS)
 
 # moe_cpu.c is the CPU backend; in a portable x86-64 build it is there three times, once for each
 # instruction set.
@@ -109,10 +118,10 @@ DISPATCH := -DMOE_DISPATCH
 endif
 endif
 
-PROGRAMS := $(B)/train_moe $(B)/test_moe $(B)/test_golden $(B)/test_files
+PROGRAMS := $(B)/train_moe $(B)/test_moe $(B)/test_golden $(B)/test_files $(B)/test_tokens
 # The root's programs are links to the last build that `make` made; a sanitizer build never takes
 # their place, nor does `make test` with settings of its own.
-ROOT := $(if $(call on,$(SAN)),,train_moe test_moe test_golden test_files)
+ROOT := $(if $(call on,$(SAN)),,train_moe test_moe test_golden test_files test_tokens)
 
 # `make programs` builds without touching the root: for scripts that build a second time.
 all: programs $(ROOT)
@@ -128,6 +137,8 @@ $(B)/test_golden: $(B)/test_golden.o $(CPU)
 	$(LINK)
 $(B)/test_files: $(B)/test_files.o
 	$(LINK)
+$(B)/test_tokens: $(B)/test_tokens.o
+	$(LINK)
 
 $(B)/%.o: %.c $(CONFIG)
 	$(COMPILE) $(DISPATCH) -c $< -o $@
@@ -141,7 +152,7 @@ $(B)/moe_avx512.o: moe_cpu.c $(CONFIG)
 	$(COMPILE) -mavx512f -mavx512vl -mavx512dq -mavx512bw -mavx2 -mfma \
 	    -Dbackend_cpu=backend_avx512 -c $< -o $@
 
-train_moe test_moe test_golden test_files: %: FORCE $(B)/%
+train_moe test_moe test_golden test_files test_tokens: %: FORCE $(B)/%
 	@[ "$$(readlink $@)" = $(B)/$@ ] || ln -sfn $(B)/$@ $@
 
 -include $(wildcard $(B)/*.d)
@@ -159,7 +170,8 @@ test: deps
 test-run: programs $(if $(filter cc,$(NAME)),$(ROOT))
 	@env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL CC='$(CC)' MAKE='$(MAKE)' SAN='$(SAN)' \
 	    TRAIN='$(CURDIR)/$(B)/train_moe' TEST='$(CURDIR)/$(B)/test_moe' \
-	    bash data/run_tests.sh $(B)/test_moe $(B)/test_golden $(B)/test_files $(wildcard data/test_*.sh)
+	    bash data/run_tests.sh $(B)/test_moe $(B)/test_golden $(B)/test_files $(B)/test_tokens \
+	    $(wildcard data/test_*.sh)
 
 # ---- packages ------------------------------------------------------------------------------------
 # `need DEBIAN FEDORA ARCH HOMEBREW`: the names of one package, "-" where there is none.
@@ -173,7 +185,11 @@ MISSING = deb=; rpm=; arch=; brew=; \
 	        *) need gcc gcc gcc gcc;; \
 	    esac; }; \
 	jansson || need libjansson-dev jansson-devel jansson jansson; \
-	stb || need libstb-dev stb-devel stb -
+	stb || need libstb-dev stb-devel stb -; \
+	needed=$$deb; \
+	pcre2 || { has apt-get && [ "$$(id -u)" = 0 ] && need libpcre2-dev pcre2-devel pcre2 pcre2; }
+# PCRE2 is optional, a second's work where packages can be installed, and `make test` is then whole:
+# so it comes along, but only there, and nothing stops when it cannot be had.
 # What the optional tests use: a second compiler, an ARM build and a machine to run it, gnuplot.
 MISSING_OPTIONAL = \
 	try() { printf '$(hash)include <stdio.h>\nint main(void) { return puts("") < 0; }\n' | \
@@ -206,15 +222,16 @@ INSTALL = \
 	has apt-get || stop "no apt-get here: install them with one of these, then run make again"; \
 	[ "$$(id -u)" = 0 ] || stop "not root; run this as root, then make again: $$command"; \
 	export DEBIAN_FRONTEND=noninteractive; \
-	apt-cache show $$deb >/dev/null 2>&1 || apt-get update -q || exit 1; \
+	apt-cache show $$deb >/dev/null 2>&1 || apt-get update -q || [ -z "$$needed" ] || exit 1; \
 	install() { apt-get -o DPkg::Lock::Timeout=120 $${command$(hash)apt-get}; }; \
-	install || { apt-get update -q && install; } || exit 1; \
+	install || { apt-get update -q && install; } || { [ -z "$$needed" ] || exit 1; \
+	    echo "deps: what is missing is optional: going on without it"; exit 0; }; \
 	rm -f build/*/config.mk
 
 deps:
 	@$(PROBES); $(MISSING); $(INSTALL)
 deps-all:
-	@$(PROBES); $(MISSING); $(MISSING_OPTIONAL); $(INSTALL)
+	@$(PROBES); $(MISSING); $(MISSING_OPTIONAL); needed=$$deb; $(INSTALL)
 
 # ---- pictures ------------------------------------------------------------------------------------
 # `make plot RUN=out/tiny-1`: the run's losses and experts, beside its log.
@@ -241,14 +258,14 @@ lint:
 	cppcheck --quiet --std=c11 --enable=warning,performance,portability --inline-suppr \
 	    $(addprefix --suppress=,invalidPointerCast invalidFunctionArg arrayIndexThenCheck objectIndex) \
 	    --error-exitcode=1 $(SOURCES)
-	clang-tidy --quiet $(SOURCES) -- $(NUMERICS) $(CPPFLAGS)
+	clang-tidy --quiet $(SOURCES) -- $(NUMERICS) -DUSE_PCRE2 $(CPPFLAGS)
 	clang-format --dry-run -Werror $(wildcard *.c *.h)
 format:
 	clang-format -i $(wildcard *.c *.h)
 clean:
-	rm -rf build train_moe test_moe test_golden test_files
+	rm -rf build train_moe test_moe test_golden test_files test_tokens
 help:
-	@echo 'make              build train_moe, test_moe, test_golden and test_files'
+	@echo 'make              build train_moe and its tests'
 	@echo 'make train        get what is missing, build, train a small model on real text (TEXT=PATH)'
 	@echo 'make test         get what is missing, build, run every test'
 	@echo 'make deps         install the libraries needed (apt; elsewhere prints their names)'
@@ -257,4 +274,4 @@ help:
 	@echo 'make lint         cppcheck, clang-tidy and clang-format, which must find nothing'
 	@echo 'make format       clang-format on every source'
 	@echo 'make clean        remove what was built (never out/ or data/text/)'
-	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)  OPENMP=0'
+	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)  OPENMP=0  PCRE2=0'

@@ -1,5 +1,5 @@
-/* commands.h: what train_moe does besides training: generate, eval, info, bench; and what they
-   share with it.
+/* commands.h: what train_moe does besides training: generate, eval, info, bench,
+   tokenize; and what they share with it.
 
    Options is everything that the command line can say; train_moe.c fills it (its table of flags
    says how) and calls one of the command_* functions here, or trains. In order:
@@ -8,7 +8,8 @@
      evaluation: mean cross entropy over the held-out part
      sampling: temperature, top-k, top-p; a Generator feeds a model its own tokens through the cache
      info: parameters, memory by class and FLOPs, before anything is allocated
-     bench: the measured peak of this machine, and what products and training steps reach of it */
+     bench: the measured peak of this machine, and what products and training steps reach of it
+     tokenize: text to token shards, or to a vocabulary */
 #ifndef COMMANDS_H
 #define COMMANDS_H
 
@@ -18,6 +19,7 @@
 #include "tokenizer.h"
 #include "watch.h"
 
+#include <signal.h>
 #include <time.h>
 
 typedef enum { ROUTING_TOPK, ROUTING_ROUND } Routing;
@@ -33,8 +35,9 @@ typedef struct Options {
     // data and folders
     Paths input, val;
     double val_fraction;
-    const char *out, *init, *resume, *preset, *model, *prompt;
-    int overwrite, has_resume, tsv;
+    const char *out, *init, *resume, *preset, *model, *prompt, *vocab;
+    int overwrite, has_resume, tsv, train_vocab;
+    int64_t shard_tokens;
     double upcycle_noise;
     // the model
     Config c;
@@ -342,13 +345,14 @@ static const char *say_bad(const Model *m, const StepState *s, int N, char what[
 
 typedef struct EvalResult {
     double loss;
-    uint64_t targets;
+    uint64_t targets, bytes; // bytes of text that the targets stand for
     StepState state;
 } EvalResult;
 
 /* Mean cross entropy over the validation rows of d, B at a time (batches > 0: only so many
    batches). x, y: B*T. */
-static EvalResult evaluate(Model *m, const Data *d, int64_t batches, int *x, int *y) {
+static EvalResult evaluate(
+    Model *m, const Data *d, const Tokenizer *t, int64_t batches, int *x, int *y) {
     const int B = m->shape.B, T = m->shape.T;
     const uint64_t rows = data_val_rows(d);
     EvalResult r;
@@ -358,6 +362,7 @@ static EvalResult evaluate(Model *m, const Data *d, int64_t batches, int *x, int
          row < rows && (batches <= 0 || row < (uint64_t)batches * B) && !r.state.bad; row += B) {
         for (int b = 0; b < B; b++)
             r.targets += data_val_row(d, row + b, x + (size_t)b * T, y + (size_t)b * T);
+        for (size_t i = 0; i < (size_t)B * T; i++) r.bytes += tokenizer_text_bytes(t, y[i]);
         r.state = model_loss(m, x, y, B, T);
         total += r.state.loss;
     }
@@ -555,15 +560,12 @@ static void command_eval(Options *o) {
     const size_t N = (size_t)batch * o->c.seq_len;
     int *x = malloc(2 * N * sizeof *x);
     if (!x) die(RUN_ERROR, "no memory");
-    EvalResult r = evaluate(&m, &d, o->eval_batches, x, x + N);
+    EvalResult r = evaluate(&m, &d, &t, o->eval_batches, x, x + N);
     char what[640];
     if (r.state.bad) die(RUN_ERROR, "%s: %s", folder, say_bad(&m, &r.state, (int)N, what));
-    const double bytes_a_target = (double)d.val_bytes / (double)d.val_targets;
-    char bits[32] = "-"; // of a shard the text, and so its length, is not known
-    if (!d.n_shards || tokenizer_is_bytes(&t))
-        snprintf(bits, sizeof bits, "%.4f", r.loss / log_d(2) / (d.n_shards ? 1 : bytes_a_target));
-    printf("loss %.6f | perplexity %.4f | bits per byte %s | %llu tokens\n", r.loss, exp_d(r.loss),
-        bits, (unsigned long long)r.targets);
+    const double bytes_a_target = (double)r.bytes / (double)r.targets;
+    printf("loss %.6f | perplexity %.4f | bits per byte %.4f | %llu tokens\n", r.loss,
+        exp_d(r.loss), r.loss / log_d(2) / bytes_a_target, (unsigned long long)r.targets);
     free(x);
     data_close(&d);
     tokenizer_free(&t);
@@ -788,6 +790,268 @@ static void command_bench(Options *o) {
         100 * median(share, STEPS), median(peaks, STEPS),
         100 * median(share, STEPS) * (2 * active + attention_flops(&o->c)) / (2 * active));
     model_free(&m);
+}
+
+// -------------------------------------------------------------------------------------------------
+// tokenize
+
+static volatile sig_atomic_t tokenize_stopped;
+static void tokenize_signal(int sig) {
+    tokenize_stopped = sig;
+    signal(sig, SIG_DFL); // a second one ends the program at once
+}
+
+/* A file that is being written, of the kind that llm.c reads: 256 words of 32 bits (magic, version,
+   number of tokens), then the tokens, of 16 bits or, where the vocabulary needs more, 32. */
+typedef struct Shards {
+    char folder[CKPT_PATH], path[CKPT_PATH]; // where they are written; the file of now
+    int fd, files, wide;
+    int64_t limit, in_file, tokens;
+    size_t used;
+    unsigned char buf[1 << 16];
+} Shards;
+
+static int shard_flush(Shards *s, Err *err) {
+    const size_t n = s->used;
+    s->used = 0;
+    return write_all(s->fd, s->buf, n, s->path, err);
+}
+
+// The header is written last: what has one is whole.
+static int shard_end(Shards *s, Err *err) {
+    const uint32_t head[3] = {s->wide ? 20240801 : 20240520, s->wide ? 7 : 1, (uint32_t)s->in_file};
+    if (s->fd < 0) return 0;
+    int rc = shard_flush(s, err);
+    if (!rc && (lseek(s->fd, 0, SEEK_SET) || write_all(s->fd, head, sizeof head, s->path, err)))
+        rc = failed();
+    rc = write_end(s->fd, rc, s->path, err);
+    s->fd = -1;
+    return rc;
+}
+
+static int shard_token(Shards *s, uint32_t token, Err *err) {
+    if (s->in_file == s->limit && shard_end(s, err)) return -1;
+    if (s->fd < 0) {
+        if ((size_t)snprintf(s->path, sizeof s->path, "%s/tokens_%06d.bin", s->folder, s->files) >=
+            sizeof s->path)
+            return fail(err, "--out: the name is too long");
+        s->fd = write_begin(s->path, err);
+        if (s->fd < 0) return -1;
+        s->files++;
+        s->in_file = 0;
+        s->used = 1024;
+        memset(s->buf, 0, s->used);
+    }
+    const uint16_t narrow = (uint16_t)token;
+    const size_t size = s->wide ? sizeof token : sizeof narrow;
+    if (s->used + size > sizeof s->buf && shard_flush(s, err)) return -1;
+    memcpy(s->buf + s->used, s->wide ? (const void *)&token : (const void *)&narrow, size);
+    s->used += size;
+    s->in_file++;
+    s->tokens++;
+    return 0;
+}
+
+static void unmap_text(DataFile *f) {
+    if (f->map) munmap(f->map, f->size);
+    f->map = NULL;
+}
+
+// The texts of --input, each looked at before anything is made of them.
+static void list_texts(Data *d, const Options *o) {
+    Err err;
+    memset(d, 0, sizeof *d);
+    for (int i = 0; i < o->input.n; i++)
+        if (data_add_input(d, o->input.at[i], 0, "--input", &err)) die(USER_ERROR, "%s", err.text);
+    if (data_drop_duplicates(d, &err)) die(USER_ERROR, "%s", err.text);
+    for (int i = 0; i < d->n_files; i++) {
+        if (data_map(&d->file[i], INT_MAX, &err)) die(USER_ERROR, "--input: %s", err.text);
+        if (d->file[i].token_size)
+            die(USER_ERROR,
+                "--input: %s: expected text, found a token shard: it is tokenized already",
+                d->file[i].path);
+        unmap_text(&d->file[i]);
+    }
+}
+
+/* Walks over the texts in blocks that end where the split ends a word, so that memory is bounded.
+   Each block is either counted for a vocabulary, or encoded and written; each text begins with an
+   end-of-text token, as in the shards that llm.c makes. bytes: of all texts. */
+static int tokenize_texts(
+    Data *d, const Tokenizer *t, Shards *s, Learner *l, uint64_t *bytes, Err *err) {
+    enum { BLOCK = 16 << 20 };
+    int rc = 0;
+    for (int i = 0; i < d->n_files && !rc; i++) {
+        DataFile *f = &d->file[i];
+        rc = data_map(f, INT_MAX, err);
+        if (!rc && s && t->eot >= 0) rc = shard_token(s, (uint32_t)t->eot, err);
+        for (size_t at = 0, end; at < f->size && !rc; at = end) {
+            end = f->size - at > BLOCK ? at + BLOCK : f->size;
+            if (l || !tokenizer_is_bytes(t)) end = tokenizer_cut(f->map, f->size, end);
+            if (tokenize_stopped) {
+                rc = fail(err, "stopped by a signal: nothing was written");
+            } else if (l) {
+                rc = learner_text(l, f->map + at, end - at, err);
+            } else {
+                uint32_t *id;
+                size_t n;
+                rc = tokenizer_encode((void *)(uintptr_t)t, f->map + at, end - at, &id, &n, err);
+                for (size_t k = 0; k < n && !rc; k++) rc = shard_token(s, id[k], err);
+                free(id);
+            }
+            // what was read need not stay in memory
+            const size_t page = end & ~(size_t)0xffff;
+            if (!rc) madvise(f->map, page, MADV_DONTNEED);
+        }
+        unmap_text(f);
+        *bytes += f->size;
+    }
+    return rc ? -1 : 0;
+}
+
+// --out FILE.json: that file; FOLDER: both files of a tokenizer in it.
+static void train_vocabulary(const Options *o) {
+    char folder[CKPT_PATH], *name = NULL, a[32];
+    const size_t len = strlen(o->out);
+    const int is_file = len > 5 && !strcmp(o->out + len - 5, ".json");
+    Err err;
+    Learner l;
+    Tokenizer t;
+    Data d;
+    uint64_t bytes = 0;
+    if (len > CKPT_PATH - 128) die(USER_ERROR, "--out: the name is too long");
+    snprintf(folder, sizeof folder, "%s", o->out);
+    if (is_file) {
+        name = strrchr(folder, '/');
+        if (name) *name++ = 0;
+        if (name && !*folder) strcpy(folder, "/");
+    }
+    const char *file = !is_file ? NULL : name ? name : o->out;
+    if (is_file && !name) strcpy(folder, ".");
+    if (is_file ? is_folder(o->out) : !is_folder(o->out) && !access(o->out, F_OK))
+        die(USER_ERROR, "--out %s: expected %s, found %s", o->out,
+            is_file ? "the name of a file" : "a folder, or a name that ends in .json",
+            looks_like(o->out));
+    if (!o->overwrite && (is_file ? !access(o->out, F_OK) : has_file(o->out, "tokenizer.json")))
+        die(USER_ERROR, "--out %s: a tokenizer is there already; --overwrite replaces it", o->out);
+    list_texts(&d, o);
+    const double t0 = now_s();
+    if (learner_open(&l, &err)) die(USER_ERROR, "%s", err.text);
+    if (tokenize_texts(&d, NULL, NULL, &l, &bytes, &err)) die(RUN_ERROR, "%s", err.text);
+    const double t1 = now_s();
+    if (learner_learn(&l, &t, o->train_vocab, &err)) die(RUN_ERROR, "%s", err.text);
+    const double t2 = now_s();
+    if (t.vocab_size < o->train_vocab)
+        warn("no pair occurs twice after %d merges: the vocabulary has %d tokens, not %d",
+            t.vocab_size - 257, t.vocab_size, o->train_vocab);
+    if (make_folders(folder, &err) || tokenizer_save_as(&t, folder, file, &err))
+        die(RUN_ERROR, "%s", err.text);
+    printf("vocabulary: %d tokens from %s bytes, %llu different words: counted in %.1f s, learned "
+           "in %.1f s: %s\n",
+        t.vocab_size, human((double)bytes, a), (unsigned long long)stbds_arrlenu(l.word), t1 - t0,
+        t2 - t1, o->out);
+    learner_close(&l);
+    tokenizer_free(&t);
+    data_close(&d);
+}
+
+// What is in a folder: nothing, what write_shards puts there, or something else too.
+enum { EMPTY, SHARDS, OTHER };
+static int content_of(const char *path) {
+    DIR *dir = opendir(path);
+    const struct dirent *e;
+    int found = dir ? EMPTY : OTHER;
+    while (dir && (e = readdir(dir))) {
+        if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
+        const int ours = !strncmp(e->d_name, "tokens_", 7) || !strncmp(e->d_name, "tokenizer", 9);
+        if (found != OTHER) found = ours ? SHARDS : OTHER;
+    }
+    if (dir) closedir(dir);
+    return found;
+}
+
+/* Everything is written into a folder beside --out, which then takes that name: what has the name is
+   whole. */
+static void write_shards(const Options *o) {
+    static Shards s;
+    char out[CKPT_PATH], parent[CKPT_PATH], old[CKPT_PATH + 8], a[32], b[32];
+    Err err;
+    Tokenizer t;
+    Data d;
+    uint64_t bytes = 0;
+    snprintf(out, sizeof out, "%s", o->out);
+    if (strlen(o->out) > CKPT_PATH - 128) die(USER_ERROR, "--out: the name is too long");
+    while (strlen(out) > 1 && out[strlen(out) - 1] == '/') out[strlen(out) - 1] = 0;
+    char *slash = strrchr(out, '/');
+    const char *name = slash ? slash + 1 : out;
+    if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
+        die(USER_ERROR, "--out %s: expected the name of a new folder", o->out);
+    snprintf(parent, sizeof parent, "%.*s", slash ? (int)(slash - out) : 1, slash ? out : ".");
+    if (slash == out) strcpy(parent, "/");
+    snprintf(s.folder, sizeof s.folder, "%s/.%s.tmp", parent, name);
+    snprintf(old, sizeof old, "%s/.%s.old", parent, name);
+    if (!access(out, F_OK)) {
+        if (!is_folder(out))
+            die(USER_ERROR, "--out %s: expected a folder, found %s", o->out, looks_like(out));
+        const int found = content_of(out);
+        if (found == OTHER)
+            die(USER_ERROR, "--out %s: there are other files than shards in it; choose another",
+                o->out);
+        if (found == SHARDS && !o->overwrite)
+            die(USER_ERROR, "--out %s: there are shards in it; --overwrite replaces them", o->out);
+    }
+    if (!o->vocab)
+        tokenizer_bytes(&t);
+    else if (tokenizer_open(&t, o->vocab, &err))
+        die(USER_ERROR, "--vocab %s", err.text);
+    list_texts(&d, o);
+    s.fd = -1;
+    s.limit = o->shard_tokens;
+    s.wide = t.vocab_size > 65536;
+    if (make_folders(parent, &err) || remove_path(s.folder, &err)) die(RUN_ERROR, "%s", err.text);
+    if (mkdir(s.folder, 0777))
+        die(RUN_ERROR, "%s: cannot make this folder: %s", shown(s.folder), strerror(errno));
+    const double t0 = now_s();
+    int rc = tokenize_texts(&d, &t, &s, NULL, &bytes, &err) || shard_end(&s, &err) ||
+        tokenizer_save(&t, s.folder, &err) || sync_folder(s.folder, &err);
+    if (!rc) {
+        const int there = !access(out, F_OK);
+        if (there ? remove_path(old, &err) : 0) rc = 1;
+        if (!rc && (there ? ckpt_replace(s.folder, out, old) : rename(s.folder, out)))
+            rc = fail_os(&err, out, "cannot give the shards this name");
+        if (!rc) rc = sync_folder(parent, &err) || (there && remove_path(old, &err));
+    }
+    if (rc) {
+        Err ignored;
+        if (s.fd >= 0) close(s.fd);
+        remove_path(s.folder, &ignored);
+        die(RUN_ERROR, "%s", err.text);
+    }
+    const double seconds = now_s() - t0;
+    printf("tokens: %s in %d file%s of %d bits, from %d text%s of %s bytes (%.3f bytes a token), "
+           "%.1f MB/s: %s\n",
+        human((double)s.tokens, a), s.files, s.files == 1 ? "" : "s", s.wide ? 32 : 16, d.n_files,
+        d.n_files == 1 ? "" : "s", human((double)bytes, b), (double)bytes / (double)s.tokens,
+        (double)bytes / seconds / 1e6, o->out);
+    tokenizer_free(&t);
+    data_close(&d);
+}
+
+static void command_tokenize(const Options *o) {
+    if (!o->input.n)
+        die(USER_ERROR, "--input: expected a text file, a folder or a pattern; none was given");
+    if (!o->out)
+        die(USER_ERROR, "--out: expected %s",
+            o->train_vocab ? "a name for the vocabulary, NAME.json or a folder"
+                           : "a folder for the shards");
+    if (o->train_vocab && o->vocab)
+        die(USER_ERROR, "--train-vocab and --vocab exclude each other: learn one, or use one");
+    signal(SIGINT, tokenize_signal);
+    signal(SIGTERM, tokenize_signal);
+    if (o->train_vocab)
+        train_vocabulary(o);
+    else
+        write_shards(o);
 }
 
 #endif

@@ -21,8 +21,9 @@ enum {
     INFO = 8,
     BENCH = 16,
     SHAPED = TRAIN | INFO | BENCH,
-    ANEW = 32,    // may be given anew with --resume
-    RUN_ONLY = 64 // not part of the training: never kept in trainer.json
+    ANEW = 32,     // may be given anew with --resume
+    RUN_ONLY = 64, // not part of the training: never kept in trainer.json
+    TOKENIZE = 128
 };
 typedef enum { SWITCH, INT, LONG, REAL, TEXT, PATHS, CHOICE } FlagType;
 
@@ -37,14 +38,20 @@ typedef struct Flag {
 
 #define AT(field) offsetof(Options, field)
 static const Flag flags[] = {
-    {"input", PATHS, AT(input), 0, 0, TRAIN | EVAL, "text file, folder or pattern; repeatable"},
+    {"input", PATHS, AT(input), 0, 0, TRAIN | EVAL | TOKENIZE,
+        "text file, folder or pattern; repeatable"},
     {"val", PATHS, AT(val), 0, 0, TRAIN, "validation text; default: the last part of each input"},
     {"val-fraction", REAL, AT(val_fraction), 0, 0.9, TRAIN,
         "part of each input held out for validation"},
-    {"out", TEXT, AT(out), 0, 0, TRAIN | RUN_ONLY,
-        "folder of the run; default: the next free out/run-N"},
-    {"overwrite", SWITCH, AT(overwrite), 0, 0, TRAIN | RUN_ONLY,
-        "replace the run that is in --out"},
+    {"vocab", TEXT, AT(vocab), 0, 0, TRAIN | TOKENIZE | RUN_ONLY,
+        "tokenizer.json, vocab.bpe or llm.c's tokenizer.bin; default: the 256 bytes"},
+    {"train-vocab", INT, AT(train_vocab), 257, TOK_LIMIT, TOKENIZE,
+        "learn a vocabulary of so many tokens from --input and write it to --out"},
+    {"shard-tokens", LONG, AT(shard_tokens), 1, INT32_MAX, TOKENIZE, "most tokens in a file"},
+    {"out", TEXT, AT(out), 0, 0, TRAIN | TOKENIZE | RUN_ONLY,
+        "folder of the run; default: the next free out/run-N; tokenize needs one"},
+    {"overwrite", SWITCH, AT(overwrite), 0, 0, TRAIN | TOKENIZE | RUN_ONLY,
+        "replace what is in --out"},
     {"init", TEXT, AT(init), 0, 0, TRAIN,
         "start from the weights of this checkpoint; with --experts: upcycle a dense one"},
     {"upcycle-noise", REAL, AT(upcycle_noise), 0, 10, TRAIN,
@@ -122,7 +129,7 @@ static const Flag flags[] = {
     {"device", CHOICE, AT(device), 0, 0, TRAIN | GENERATE | EVAL | BENCH | ANEW, "cpu "},
     {"recompute", INT, AT(recompute), 0, 2, SHAPED | ANEW,
         "save memory: 1 makes norm outputs again, 2 also the experts' H"},
-    {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | ANEW,
+    {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | TOKENIZE | ANEW,
         "threads; 0 = as many as this process may use"},
     {"seed", LONG, AT(seed), 0, 9e15, TRAIN | GENERATE, "seed of everything random"},
     {"tsv", SWITCH, AT(tsv), 0, 0, INFO | RUN_ONLY,
@@ -237,6 +244,7 @@ static const Command commands[] = {
     {"info", INFO, "parameters, memory and FLOPs of a model, before anything is allocated"},
     {"bench", BENCH,
         "the measured peak of this machine, and what a product and training steps reach"},
+    {"tokenize", TOKENIZE, "text to token shards of llm.c, or to a vocabulary (--train-vocab)"},
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
@@ -275,6 +283,7 @@ static Options defaults(void) {
     o.tile = 128;
     o.log_every = 1;
     o.keep = 3;
+    o.shard_tokens = 100000000;
     o.seed = 1;
     o.prompt = "\n";
     o.n_tokens = 500;
@@ -295,7 +304,8 @@ static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS
             if (!strcmp(argv[1], commands[i].name)) c = &commands[i];
         if (!c)
             die(USER_ERROR,
-                "expected a command (train, generate, eval, info, bench) or a flag, found '%s'",
+                "expected a command (train, generate, eval, info, bench, tokenize) or a flag, "
+                "found '%s'",
                 argv[1]);
         first = 2;
         if (c->bit == INFO && argc > 2 && argv[2][0] != '-') o->model = argv[first++]; // info OUT

@@ -1,6 +1,6 @@
 /* train_moe.c: the training loop. The command line is in flags.h, the other commands in commands.h.
 
-     train_moe [train] [flags] | generate | eval | info | bench      --help lists the flags of each
+     train_moe [train] [flags] | generate | eval | info | bench | tokenize      --help lists the flags of each
 
    In order:
      schedules    the learning rate of a step
@@ -171,8 +171,14 @@ static json_t *data_identity(const Data *d) {
     uint64_t h = data_hash(0, d->train_tokens, d->val_tokens);
     for (int i = 0; i < d->n_files; i++) {
         h = data_hash(1, h, d->file[i].size);
-        for (size_t at = 0; at < d->file[i].size; at += 1 + d->file[i].size / 4096)
+        for (size_t at = 0; d->file[i].map && at < d->file[i].size;
+             at += 1 + d->file[i].size / 4096)
             h = data_hash(2, h, d->file[i].map[at]);
+    }
+    for (int i = 0; i < d->n_train + d->n_val; i++) { // tokens that are no bytes of a file
+        const DataPart *p = i < d->n_train ? &d->train[i] : &d->val[i - d->n_train];
+        for (uint64_t at = 0; !p->byte && at < p->len; at += 1 + p->len / 4096)
+            h = data_hash(3, h, (uint64_t)data_token(p, at));
     }
     char hex[17];
     snprintf(hex, sizeof hex, "%016llx", (unsigned long long)h);
@@ -318,7 +324,16 @@ static void sample(Run *r) {
     g->n = g->cached = 0;
     g->position = 0;
     printf("--- sample at step %lld\n", (long long)r->step);
-    generator_feed(g, r->data.n_train && r->data.train[0].byte ? '\n' : 0);
+    if (r->tok.eot >= 0) {
+        generator_feed(g, r->tok.eot);
+    } else {
+        Err err;
+        uint32_t *line_end;
+        if (tokenizer_encode(&r->tok, (const unsigned char *)"\n", 1, &line_end, &n, &err))
+            die(RUN_ERROR, "%s", err.text);
+        generator_feed(g, (int)line_end[0]);
+        free(line_end);
+    }
     for (int i = 0; i < SAMPLE_TOKENS; i++) {
         const int next = generator_next(g, &s);
         if (next < 0 || next == r->tok.eot) break;
@@ -377,7 +392,7 @@ static StepState train_step(Run *r, double lr, const OptimConfig *optim) {
 static int validate(Run *r) {
     const double t = now_s();
     char what[640];
-    const EvalResult e = evaluate(&r->m, &r->data, r->o.eval_batches, r->x, r->y);
+    const EvalResult e = evaluate(&r->m, &r->data, &r->tok, r->o.eval_batches, r->x, r->y);
     if (e.state.bad)
         die(RUN_ERROR, "step %lld: in the validation %s; the last checkpoint is in %s",
             (long long)r->step, say_bad(&r->m, &e.state, r->o.batch * r->o.c.seq_len, what),
@@ -481,6 +496,15 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
         check_shape(o, given, &c, init);
         o->c = c;
     }
+    Err err;
+    if (o->vocab && o->init)
+        die(USER_ERROR,
+            "--vocab: expected no --init, whose model has a tokenizer of its own, found %s",
+            o->init);
+    if (o->vocab) {
+        if (tokenizer_open(&r->tok, o->vocab, &err)) die(USER_ERROR, "--vocab %s", err.text);
+        o->c.vocab_size = r->tok.vocab_size;
+    }
     settle(o, given, o->init != NULL);
     count_rows(r);
     if (o->out) {
@@ -503,17 +527,16 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
     }
     if (o->init)
         read_tokenizer(&r->tok, &o->c, init);
-    else
+    else if (!o->vocab)
         tokenizer_bytes(&r->tok);
     if (o->c.vocab_size != r->tok.vocab_size && !o->init)
         die(USER_ERROR,
             "--preset %s has a vocabulary of %d and text is read as bytes (256): use this preset "
-            "with info or --init",
+            "with info, --init or --vocab",
             o->preset, o->c.vocab_size);
     open_data(&r->data, o, &r->tok, 0);
     show_data(r);
     build(r);
-    Err err;
     if (ckpt_lock(r->out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
     if (!o->init || upcycled) model_init(&r->m, (uint64_t)o->seed);
     if (upcycled) {
@@ -642,6 +665,9 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
     if (cl->has_resume && cl->overwrite)
         die(USER_ERROR,
             "--resume and --overwrite exclude each other: go on with a run, or replace it");
+    if (cl->has_resume && cl->vocab)
+        die(USER_ERROR,
+            "--resume and --vocab exclude each other: a run goes on with its own vocabulary");
     if (cl->has_resume && cl->init)
         die(USER_ERROR,
             "--resume and --init exclude each other: go on with a run, or start a new one");
@@ -765,6 +791,7 @@ int main(int argc, char **argv) {
         settle(&o, given, 0);
         command_bench(&o);
         break;
+    case TOKENIZE: command_tokenize(&o); break;
     }
     if (fflush(stdout) || ferror(stdout)) {
         if (errno != EPIPE) die(RUN_ERROR, "cannot write to standard output: %s", strerror(errno));

@@ -17,6 +17,9 @@ flags='
 input         path   -   @text                      @nothing,@no*thing
 val           path   -   @other                     @nothing
 val-fraction  real   yes 0.5                        1,1.5
+vocab         text   -   @model/latest/tokenizer.json  @text,@nothing
+train-vocab   whole  no  257,300                    256
+shard-tokens  whole  no  100,7                      2147483648
 out           text   -   new                        @text
 overwrite     switch -
 init          text   -   @model,@model/latest       @text,@nothing
@@ -95,7 +98,10 @@ command_line() { # COMMAND FLAG
         info) line+=("${tiny[@]:0:16}") ;;
         generate) line+=(--tokens 3) ;;
     esac
-    case $1:$2 in train:input | eval:input) ;; train:* | eval:*) line+=(--input text) ;; esac
+    case $1:$2 in
+        train:input | eval:input | tokenize:input) ;;
+        train:* | eval:* | tokenize:*) line+=(--input text) ;;
+    esac
     case $1:$2 in generate:model | eval:model) ;; generate:* | eval:*) line+=(--model model) ;; esac
     case $1:$2 in # flags that need others
         *:bias-rate) line+=(--router sigmoid) ;;
@@ -107,6 +113,7 @@ command_line() { # COMMAND FLAG
     esac
     case $1:$2 in train:upcycle-noise) line+=(--batch 2 --input text) ;; esac
     case $1:$2 in train:out | train:resume) ;; train:*) line+=(--out o) ;; esac
+    case $1:$2 in tokenize:out) ;; tokenize:*) line+=(--out o) ;; esac
 }
 
 prepare() {
@@ -188,7 +195,7 @@ help_is_whole() { # COMMAND
     run 0 "$TRAIN" "$1" -h
     same stdout help.long
 }
-for c in train generate eval info bench; do check cli/help_$c help_is_whole $c; done
+for c in train generate eval info bench tokenize; do check cli/help_$c help_is_whole $c; done
 
 all_flags() {
     local name rest
@@ -197,7 +204,7 @@ all_flags() {
     done <<<"$flags"
 }
 check cli/every_flag_is_in_a_help all_flags
-for c in train generate eval info; do
+for c in train generate eval info tokenize; do
     check cli/refuses_$c refuses $c
     check cli/takes_$c takes $c
 done
