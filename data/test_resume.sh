@@ -63,6 +63,26 @@ done <<'END'
 END
 check resume/two_texts_batch_1 halves --input "$root/Makefile" --batch 1 --total-batch 96 --seed 9
 
+# Shards of both kinds beside each other, shuffled together; the checkpoint of step 10 lies in the
+# middle of the third epoch.
+shards() {
+    train --steps 1 --out bytes --eval-every 0 # for its vocabulary of bytes
+    text 60 >first
+    text 50 5 >second
+    run 0 "$TRAIN" tokenize --vocab bytes/latest/tokenizer.json --input first --input second \
+        --out tokens --shard-tokens 1500
+    [ "$(ls tokens/*.bin | wc -l)" -gt 2 ] || no "shards: $(ls tokens)"
+    data=(--input 'tokens/*.bin' --input "$work/short.txt" --seq 32 --batch 8)
+    head -n 20 "$work/text" >"$work/short.txt"
+    train --out full --steps 20 --threads 1
+    [ "$(sed -n 's/.*"train_tokens": \([0-9]*\).*/\1/p' full/latest/trainer.json)" -lt 5000 ] ||
+        no "20 steps of 256 tokens are not several epochs"
+    cut_at full half 10
+    run 0 "$TRAIN" --resume half --threads 3
+    same_run full half
+}
+check resume/shards shards
+
 # Three processes, a number of threads each, none of which knows that it will be interrupted.
 thread_counts() {
     local t
