@@ -109,7 +109,7 @@ static const struct {
 static Config shape_of(Arch arch) {
     Config c = moe_shape;
     c.qk_norm = (int)arch_rows[arch].qk_norm;
-    if (arch == ARCH_OLMOE) c.head_dim = 12, c.norm_topk = 0;
+    if (arch == ARCH_OLMOE) c.head_dim = 12; // norm_topk: not the default
     if (arch == ARCH_OLMOE || arch == ARCH_MIXTRAL) c.dense_layers = 0, c.d_dense = 40;
     if (!arch_rows[arch].moe) c.n_experts = c.top_k = 1, c.dense_layers = 0, c.d_dense = c.d_expert;
     if (arch == ARCH_OWN) c.d_shared = 12;
@@ -340,6 +340,16 @@ static void test_arch_files(void) {
     }
 }
 
+static int try_shards(void) { // for damage(): the index is refused, or a file that it names
+    const Config *c = &moe_shape;
+    TensorTable t = table_of(c, F32);
+    int rc = model_check("shards", c, &t, memory_of(F32), &err);
+    check(!rc || !strncmp(err.text, "shards/", 7), "no file is named: %s", err.text);
+    if (rc) fail(&err, "shards/model.safetensors.index.json");
+    tensor_table_free(&t);
+    return rc;
+}
+
 static void test_sharded_models(void) {
     static const struct {
         const char *name, *edit, *word, *other;
@@ -414,6 +424,11 @@ static void test_sharded_models(void) {
         if (!strcmp(what, "cut")) must(!truncate("shards/c", 30000), "shards/c");
         if (!strcmp(what, "text")) put_text("shards/c", "once upon a time");
         refused(tries("shards", &c), no[i].word, no[i].other);
+        finish();
+    }
+    if (begin("model/shards/random-damage")) {
+        split("model");
+        damage("shards/model.safetensors.index.json", 300, try_shards);
         finish();
     }
     if (begin("model/refused/shards-none")) {

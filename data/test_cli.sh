@@ -209,6 +209,55 @@ for c in train generate eval info tokenize; do
     check cli/takes_$c takes $c
 done
 
+# --arch: what it makes of a new model, what it refuses, and that a run keeps it.
+archs() {
+    local words type norm topk pattern
+    while IFS='|' read -r words type norm topk; do
+        rm -rf o p
+        train --steps 1 --out o $words
+        run 0 "$TRAIN" --resume o --steps 2
+        grep -q "\"model_type\": \"$type\"" o/latest/config.json || no "$words: no $type"
+        grep -q "\"qk-norm\": \"$norm\"" o/latest/trainer.json || no "$words: not $norm"
+        grep -q "\"norm-topk\": $topk" o/latest/trainer.json || no "$words: not $topk"
+        run 0 "$TRAIN" --init o --input "$work/text" --batch 2 --steps 1 --out p
+        grep -q "\"model_type\": \"$type\"" p/latest/config.json || no "$words: then no $type"
+        run 0 "$TRAIN" generate --model p --tokens 3
+    done <<'END'
+|qwen3_moe|head|1
+--arch qwen3_moe --dense-layers 1 --layers 2|qwen3_moe|head|1
+--arch olmoe|olmoe|full|0
+--arch olmoe --norm-topk 1|olmoe|full|1
+--arch mixtral --head-dim 12|mixtral|none|1
+--qk-norm none|mixtral|none|1
+--qk-norm full --norm-topk 0|olmoe|full|0
+--experts 1 --topk 1|qwen3|head|1
+--experts 1 --topk 1 --qk-norm none|llama|none|1
+--d-shared 8|moe_c|head|1
+--qk-norm none --norm-topk 0|moe_c|none|0
+END
+    run 2 "$TRAIN" --resume o --steps 3 --arch olmoe
+    refused '--arch cannot change'
+    while IFS='|' read -r words pattern; do
+        run 2 "$TRAIN" --input "$work/text" "${tiny[@]}" --out q $words
+        refused "$pattern"
+    done <<'END'
+--arch olmoe --qk-norm head|--arch olmoe: .*found --qk-norm head
+--arch olmoe --head-dim 4|--arch olmoe: .*found a head width other than
+--arch olmoe --d-shared 8|--arch olmoe: .*found a shared expert
+--arch olmoe --layers 2 --dense-layers 1|--arch olmoe: .*found dense first layers
+--arch mixtral --norm-topk 0|--arch mixtral: .*found --norm-topk 0
+--arch mixtral --router sigmoid|--arch mixtral: .*found a sigmoid router
+--arch mixtral --experts 1 --topk 1|--arch mixtral: .*found a dense model
+--arch qwen3_moe --qk-norm full|--arch qwen3_moe: .*found --qk-norm full
+--arch mixtral --init p|--arch mixtral: .*found
+END
+    [ ! -e q ] || no "a refused run made its folder"
+    run 0 "$TRAIN" info --preset olmoe-1b-7b --arch olmoe
+    run 0 "$TRAIN" info --preset mixtral-8x7b --arch mixtral
+    run 2 "$TRAIN" info --preset tiny --arch olmoe --qk-norm none
+}
+check cli/archs archs
+
 words() {
     local pattern words
     prepare
