@@ -1,7 +1,7 @@
 """Writes the token ids that test_tokens expects, with Hugging Face's tokenizers:
 
-    python3 -m venv /tmp/venv && /tmp/venv/bin/pip install tokenizers
-    /tmp/venv/bin/python data/golden/make_tokens.py [vocab.bpe of GPT-2 [text...]]
+    python3 -m venv ~/venv && ~/venv/bin/pip install tokenizers
+    ~/venv/bin/python data/golden/make_tokens.py [vocab.bpe of GPT-2 [text...]]
 
 tokens_text.json    the texts below
 tokens_vocab.json   a vocabulary of 512 tokens, learned by
