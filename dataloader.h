@@ -398,7 +398,7 @@ DATA_FN int data_shard(DataFile *f, int vocab, Err *err) {
         while ((small ? id16[at] : id32[at]) < (uint32_t)vocab) at++;
         return fail(err,
             "%.400s: token %llu has the id %u, but the vocabulary has %d: the shard was made with "
-            "another vocabulary",
+            "another vocabulary (--vocab FILE names one)",
             f->path, (unsigned long long)at, small ? (unsigned)id16[at] : (unsigned)id32[at],
             vocab);
     }
