@@ -988,8 +988,10 @@ static void write_shards(const Options *o) {
         die(USER_ERROR, "--out %s: expected the name of a new folder", o->out);
     snprintf(parent, sizeof parent, "%.*s", slash ? (int)(slash - out) : 1, slash ? out : ".");
     if (slash == out) strcpy(parent, "/");
-    snprintf(s.folder, sizeof s.folder, "%s/.%s.tmp", parent, name);
-    snprintf(old, sizeof old, "%s/.%s.old", parent, name);
+    if ((size_t)snprintf(s.folder, sizeof s.folder, "%s/.%s.tmp", parent, name) >=
+            sizeof s.folder ||
+        (size_t)snprintf(old, sizeof old, "%s/.%s.old", parent, name) >= sizeof old)
+        die(USER_ERROR, "--out: the name is too long");
     if (!access(out, F_OK)) {
         if (!is_folder(out))
             die(USER_ERROR, "--out %s: expected a folder, found %s", o->out, looks_like(out));

@@ -20,7 +20,7 @@ sanitized() { # COMPILER PROGRAM
         CC="$1" SAN=1 2>&1) ||
         skip "$(tail -n 1 <<<"$folder")"
     $MAKE --no-print-directory "$folder/$2" CC="$1" SAN=1 >"$work/make.log" 2>&1 ||
-        no "does not build: $(grep -E 'error|undefined' "$work/make.log" | head -n 1)"
+        no "does not build: $(grep -E 'error:|undefined reference' "$work/make.log" | head -n 1)"
     echo "$root/$folder/$2"
 }
 program() { # COMPILER PROGRAM: its path into $san
