@@ -961,7 +961,7 @@ static int content_of(const char *path) {
    whole. */
 static void write_shards(const Options *o) {
     static Shards s;
-    char out[CKPT_PATH], parent[CKPT_PATH], old[CKPT_PATH + 8], a[32], b[32];
+    char out[CKPT_PATH], parent[CKPT_PATH], old[CKPT_PATH], a[32], b[32];
     Err err;
     Tokenizer t;
     Data d;
@@ -975,8 +975,10 @@ static void write_shards(const Options *o) {
         die(USER_ERROR, "--out %s: expected the name of a new folder", o->out);
     snprintf(parent, sizeof parent, "%.*s", slash ? (int)(slash - out) : 1, slash ? out : ".");
     if (slash == out) strcpy(parent, "/");
-    snprintf(s.folder, sizeof s.folder, "%s/.%s.tmp", parent, name);
-    snprintf(old, sizeof old, "%s/.%s.old", parent, name);
+    if ((size_t)snprintf(s.folder, sizeof s.folder, "%s/.%s.tmp", parent, name) >=
+            sizeof s.folder ||
+        (size_t)snprintf(old, sizeof old, "%s/.%s.old", parent, name) >= sizeof old)
+        die(USER_ERROR, "--out: the name is too long");
     if (!access(out, F_OK)) {
         if (!is_folder(out))
             die(USER_ERROR, "--out %s: expected a folder, found %s", o->out, looks_like(out));
@@ -999,8 +1001,8 @@ static void write_shards(const Options *o) {
     if (mkdir(s.folder, 0777))
         die(RUN_ERROR, "%s: cannot make this folder: %s", shown(s.folder), strerror(errno));
     const double t0 = now_s();
-    int rc = tokenize_texts(&d, &t, &s, NULL, &bytes, &err) || shard_end(&s, &err) || tokenizer_save(&t, s.folder, &err) ||
-        sync_folder(s.folder, &err);
+    int rc = tokenize_texts(&d, &t, &s, NULL, &bytes, &err) || shard_end(&s, &err) ||
+        tokenizer_save(&t, s.folder, &err) || sync_folder(s.folder, &err);
     if (!rc) {
         const int there = !access(out, F_OK);
         if (there ? remove_path(old, &err) : 0) rc = 1;
