@@ -974,7 +974,7 @@ static int content_of(const char *path) {
    whole. */
 static void write_shards(const Options *o) {
     static Shards s;
-    char out[CKPT_PATH], parent[CKPT_PATH], old[CKPT_PATH + 8], a[32], b[32];
+    char out[CKPT_PATH], parent[CKPT_PATH], old[CKPT_PATH], a[32], b[32];
     Err err;
     Tokenizer t;
     Data d;
