@@ -566,7 +566,8 @@ DATA_FN int data_open_files(Data *d, const char *const *inputs, int n_inputs,
 
 /* Opens the texts. inputs, vals: files, folders, patterns; n_vals = 0: the last val_fraction of
    every input is the validation text; n_inputs = 0: there are validation rows only. T: targets in a
-   row. vocab: ids of shards must lie below it. enc NULL: bytes. Warnings go to stderr. After a failure there is nothing to close.
+   row. vocab: ids of shards must lie below it. enc NULL: bytes. Warnings go to stderr. After a
+   failure there is nothing to close.
    d->val_tokens = 0 is no failure: there is nothing to validate on, and the caller says so. */
 DATA_FN int data_open(Data *d, const char *const *inputs, int n_inputs, const char *const *vals,
     int n_vals, double val_fraction, int T, int vocab, uint64_t seed, Encode enc, void *enc_ctx,

@@ -560,12 +560,12 @@ typedef struct Backend {
     void (*plan_topk)(
         Plan *p, const int *idx, const stat_t *weight, const int *count, int N, int K, int E);
 
-    /* As plan_topk, then a selection over all N rows. Capacity: an expert keeps the `limit` slots of
-       largest weight. Token rounding: expert e gets count_e rounded to a multiple of `tile` (half to
-       even, at most N): its own slots by weight, then the rows of highest probability that had not
-       chosen it, whose weight is the raw score. Ties go to the higher probability, then to the
-       earlier row. moved[0] += slots
-       dropped, moved[1] += slots added. reuse: the slots are given, only their weights are filled. */
+    /* As plan_topk, then a selection over all N rows. Capacity: an expert keeps the `limit` slots
+       of largest weight. Token rounding: expert e gets count_e rounded to a multiple of `tile`
+       (half to even, at most N): its own slots by weight, then the rows of highest probability that
+       had not chosen it, whose weight is the raw score. Ties go to the higher probability, then to
+       the earlier row. moved[0] += slots dropped, moved[1] += slots added. reuse: the slots are given,
+       only their weights are filled. */
     void (*plan_select)(Plan *p, int *moved, const int *idx, const stat_t *weight, const int *count,
         const stat_t *logits, const stat_t *lse, Router r, int reuse, void *scratch);
 

@@ -1,6 +1,7 @@
 /* train_moe.c: the training loop. The command line is in flags.h, the other commands in commands.h.
 
-     train_moe [train] [flags] | generate | eval | info | bench | tokenize      --help lists the flags of each
+     train_moe [train] [flags] | generate | eval | info | bench | tokenize
+     --help lists the flags of each
 
    In order:
      schedules    the learning rate of a step
