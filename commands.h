@@ -301,16 +301,19 @@ static void read_tokenizer(Tokenizer *t, const Config *c, const char *folder) {
 }
 
 // all_val: every byte of --input is for evaluation, none for training.
-static void open_data(Data *d, const Options *o, const Tokenizer *t, int all_val) {
+static int try_data(Data *d, const Options *o, const Tokenizer *t, int all_val, Err *err) {
     const Paths none = {{NULL}, 0}, *train = all_val ? &none : &o->input;
     const Paths *val = all_val ? &o->input : &o->val;
+    return data_open(d, train->at, train->n, val->at, val->n, o->val_fraction, o->c.seq_len,
+        o->c.vocab_size, (uint64_t)o->seed, tokenizer_is_bytes(t) ? NULL : tokenizer_encode,
+        (void *)(uintptr_t)t, err);
+}
+
+static void open_data(Data *d, const Options *o, const Tokenizer *t, int all_val) {
     Err err;
     if (!o->input.n)
         die(USER_ERROR, "--input: expected a text file, a folder or a pattern; none was given");
-    if (data_open(d, train->at, train->n, val->at, val->n, o->val_fraction, o->c.seq_len,
-            o->c.vocab_size, (uint64_t)o->seed, tokenizer_is_bytes(t) ? NULL : tokenizer_encode,
-            (void *)(uintptr_t)t, &err))
-        die(USER_ERROR, "%s", err.text);
+    if (try_data(d, o, t, all_val, &err)) die(USER_ERROR, "%s", err.text);
 }
 
 static void check_batch(const Options *o) {
@@ -659,9 +662,7 @@ static void print_tables(Options *o, const char *folder) {
     }
     ModelShape shape = {.B = o->batch, .T = o->c.seq_len, .count = 1};
     read_tokenizer(&t, &o->c, folder);
-    if (data_open(&d, o->input.at, o->input.n, o->val.at, o->val.n, o->val_fraction, shape.T,
-            o->c.vocab_size, (uint64_t)o->seed, tokenizer_is_bytes(&t) ? NULL : tokenizer_encode,
-            &t, &err)) {
+    if (try_data(&d, o, &t, 0, &err)) {
         warn("no table of the texts: %s", err.text);
         return;
     }
@@ -819,7 +820,7 @@ static int shard_flush(Shards *s, Err *err) {
 
 // The header is written last: what has one is whole.
 static int shard_end(Shards *s, Err *err) {
-    const uint32_t head[3] = {s->wide ? 20240801 : 20240520, s->wide ? 7 : 1, (uint32_t)s->in_file};
+    const uint32_t head[3] = {s->wide ? SHARD_32 : SHARD_16, s->wide ? 7 : 1, (uint32_t)s->in_file};
     if (s->fd < 0) return 0;
     int rc = shard_flush(s, err);
     if (!rc && (lseek(s->fd, 0, SEEK_SET) || write_all(s->fd, head, sizeof head, s->path, err)))
@@ -839,7 +840,7 @@ static int shard_token(Shards *s, uint32_t token, Err *err) {
         if (s->fd < 0) return -1;
         s->files++;
         s->in_file = 0;
-        s->used = 1024;
+        s->used = SHARD_HEADER;
         memset(s->buf, 0, s->used);
     }
     const uint16_t narrow = (uint16_t)token;
