@@ -98,21 +98,6 @@ static void same_routing(Model *to, const Model *from) {
     }
 }
 
-static double worst_gradient(
-    Model *m, const Batch *x, const double *g) { // against central differences
-    ModelProbe p = {m, x};
-    double worst = 0;
-    for (int k = 0; k < m->table.count; k++) {
-        const Tensor *t = &m->table.tensor[k];
-        const double e = t->row->trained
-            ? gradient_error(model_probe, &p, param_of(m, t), g + t->offset, t->count, 2)
-            : 0;
-        check(e <= 1e-6, "%s: error %.3e, limit 1e-06", name_of(t), e);
-        if (!(e <= worst)) worst = e;
-    }
-    return worst;
-}
-
 static void test_options(int row) {
     enum { B = 3, T = 9, STEPS = 3 };
     const int *o = option_table[row], mark = pooled;
@@ -138,21 +123,12 @@ static void test_options(int row) {
     }
     set_threads(3);
     if (begin("options/float/%d", row)) {
-        double worst = 0;
         gradients(&s, 1, 0, &x, 1);
         same_routing(&m, &s);
         gradients(&m, 1, 0, &x, 1);
         compare_losses(losses_of(&s, &x), losses_of(&m, &x), 1e-5);
         within(error_of(s.b, all_logits(&s, x.N), all_logits(&m, x.N), x.N * V), 1e-5, "logits");
-        for (int k = 0; k < m.table.count; k++) {
-            const Tensor *t = &m.table.tensor[k];
-            const double e = t->row->trained
-                ? error_of(s.b, grad_of(&s, &s.table.tensor[k]), grad_of(&m, t), t->count)
-                : 0;
-            check(e <= 1e-5, "gradient of %s: error %.3e, limit 1e-05", name_of(t), e);
-            if (!(e <= worst)) worst = e;
-        }
-        within(worst, 1e-5, "worst gradient");
+        within(worst_float(&s, &m), 1e-5, "worst gradient");
         finish();
     }
     model_free(&m);

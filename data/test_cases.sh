@@ -16,13 +16,11 @@ bytes() { head -c "$1" /dev/zero | tr '\0' "$2"; }
 
 # fill FILE.safetensors TENSOR CHARACTER [N]: all of the tensor, or its first N bytes, is that
 fill() {
-    local header begin end
-    header=$(od -An -tu8 -N8 "$1" | tr -d ' ')
-    read -r begin end < <(tail -c +9 "$1" | head -c "$header" |
-        sed -nE "s/.*\"$2\":[^}]*\"data_offsets\":\[([0-9]+),([0-9]+)\].*/\1 \2/p")
-    [ "$end" ] || no "$1 has no tensor $2"
+    local at begin end
+    at=$(tensor_at "$1" "$2") || no "$at"
+    read -r begin end <<<"$at"
     bytes "${4:-$((end - begin))}" "$3" |
-        dd of="$1" bs=4k oflag=seek_bytes seek=$((8 + header + begin)) conv=notrunc status=none
+        dd of="$1" bs=4k oflag=seek_bytes seek="$begin" conv=notrunc status=none
 }
 
 inputs() {

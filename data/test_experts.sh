@@ -10,15 +10,6 @@ data=(--input "$work/text" --seq 32 --batch 64 --warmup 10 --eval-batches 8 --th
 train() { run 0 "$TRAIN" "${model[@]}" "${data[@]}" "$@"; }
 
 # ---- a collapsed router --------------------------------------------------------------------------
-# Where the data of tensor $2 begins in the safetensors file $1.
-data_of() {
-    local header at
-    header=$(od -An -tu8 -N8 "$1" | tr -d ' ')
-    at=$(head -c $((8 + header)) "$1" | tail -c +9 |
-        sed -nE "s/.*\"$2\":\{[^}]*\"data_offsets\":\[([0-9]+).*/\1/p")
-    [ "$at" ] || no "no tensor $2 in $1"
-    echo $((8 + header + at))
-}
 put() { # FILE OFFSET, and the bytes of a float32 as printf takes them
     printf "$3" | dd of="$1" bs=1 seek="$2" conv=notrunc status=none
 }
@@ -30,10 +21,12 @@ collapsed() { # FOLDER, and the flags of the model
     local file l i at
     train --out "$1" --steps 1 --lr 0 --min-lr 0 --eval-every 0 "${@:2}"
     file=$(cd "$1/latest" && pwd -P)/model.safetensors
-    at=$(data_of "$file" model.embed_tokens.weight)
+    at=$(tensor_at "$file" model.embed_tokens.weight) || no "$at"
+    at=${at% *}
     for i in {0..255}; do put "$file" $((at + i * 32 * 4)) "$small"; done
     for l in 0 1; do
-        at=$(data_of "$file" model.layers.$l.mlp.gate.weight)
+        at=$(tensor_at "$file" model.layers.$l.mlp.gate.weight) || no "$at"
+        at=${at% *}
         for i in {0..7}; do
             [ $i -lt 2 ] && put "$file" $((at + i * 32 * 4)) "$pull" ||
                 put "$file" $((at + i * 32 * 4)) "$zero"

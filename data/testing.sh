@@ -82,6 +82,16 @@ text() {
     }'
 }
 
+# tensor_at FILE.safetensors NAME: where its bytes begin and end in the file
+tensor_at() {
+    local header begin end
+    header=$(od -An -tu8 -N8 "$1" | tr -d ' ')
+    read -r begin end < <(tail -c +9 "$1" | head -c "$header" |
+        sed -nE "s/.*\"$2\":\{[^}]*\"data_offsets\":\[([0-9]+),([0-9]+)\].*/\1 \2/p")
+    [ "$end" ] || no "$1 has no tensor $2"
+    echo $((8 + header + begin)) $((8 + header + end))
+}
+
 # The log but for its times.
 log() { sed -E 's/"(step_ms|tok_per_s|elapsed_s)":[^,}]*,?//g; s/,}/}/' "$1/metrics.jsonl"; }
 
