@@ -22,72 +22,27 @@
    files are in a temporary folder, the current one. To add a damaged file, add a line to a table.
    Start reading at "safe". */
 #include "test_faults.h"
+#include "test_report.h"
 
 // -------------------------------------------------------------------------------------------------
 // reporting
 
-#define COUNT(array) (sizeof(array) / sizeof *(array))
-
-static const char *filter = "", *skipped;
-static int failures;
-static char check_name[128], check_failed[1400];
 static long live_before;
-static Err err;
 
-// Starts a check, unless the command line leaves it out. check() adds to it until finish().
-__attribute__((format(printf, 1, 2))) static int begin(const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(check_name, sizeof check_name, fmt, ap);
-    va_end(ap);
-    check_failed[0] = err.text[0] = 0;
+static void note_memory(void) {
     live_before = mem.live;
     mem.largest = 0;
-    skipped = NULL;
-    return strstr(check_name, filter) != NULL;
 }
-
-// A condition of the running check; the first one that fails gives the reason.
-__attribute__((format(printf, 2, 3))) static void check(int ok, const char *fmt, ...) {
-    va_list ap;
-    if (ok || check_failed[0]) return;
-    va_start(ap, fmt);
-    vsnprintf(check_failed, sizeof check_failed, fmt, ap);
-    va_end(ap);
-}
-
-static void finish(void) {
+static void check_memory(void) {
     check(mem.live == live_before, "%ld pieces of memory not freed", mem.live - live_before);
-    failures += check_failed[0] != 0;
-    if (check_failed[0])
-        printf("FAIL %s: %s\n", check_name, check_failed);
-    else if (skipped)
-        printf("skip %s: %s\n", check_name, skipped);
-    else
-        printf("ok %s\n", check_name);
-    fflush(stdout);
-}
-
-static void accepted(int rc) {
-    check(rc == 0, "refused: %s", err.text);
-    err.text[0] = 0;
 }
 
 // One line that has both words (NULL: any), and no memory taken on the word of the file.
 static void refused(int rc, const char *word, const char *other) {
     enum { MOST = 4 << 20 }; // a buffer for conversions
-    check(rc == -1, "accepted, expected a refusal with '%s'", word);
-    check(err.text[0] && !strpbrk(err.text, "\r\n"), "expected one line: '%s'", err.text);
-    check(strstr(err.text, word) != NULL, "expected '%s' in: %s", word, err.text);
-    check(!other || strstr(err.text, other), "expected '%s' in: %s", other, err.text);
+    refused_with(rc, word, other);
     check(mem.largest <= MOST, "%zu bytes of memory asked for before: %s", mem.largest, err.text);
     err.text[0] = 0;
-}
-
-// What the tests themselves need.
-static void must(int ok, const char *what) {
-    if (!ok)
-        die(RUN_ERROR, "%s: not to be had for the tests: %s (%s)", what, err.text, strerror(errno));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1795,6 +1750,7 @@ int main(int argc, char **argv) {
     if (!tmp || !*tmp) tmp = access("/dev/shm", W_OK | X_OK) ? "/tmp" : "/dev/shm";
     snprintf(dir, sizeof dir, "%.480s/test_files.XXXXXX", tmp);
     must(mkdtemp(dir) && !chdir(dir), dir);
+    at_begin = note_memory, at_finish = check_memory;
     json_set_alloc_funcs(mem_parser, mem_free);
     test_rows();
     test_shards();

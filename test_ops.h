@@ -15,50 +15,17 @@
 #define TEST_OPS_H
 
 #include "model.h"
+#include "test_report.h"
 
 extern const Backend *backend_f64(void);
 
 // -------------------------------------------------------------------------------------------------
 // reporting
 
-static const char *filter = "";
-static int verbose, failures, tried;
-static char check_name[128], check_failed[512], check_measured[256];
-
-/* Starts a check unless the command line leaves it out; check() and within() add to it, finish()
-   ends it. */
-__attribute__((format(printf, 1, 2))) static int begin(const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(check_name, sizeof check_name, fmt, ap);
-    va_end(ap);
-    check_failed[0] = check_measured[0] = 0;
-    const int wanted = strstr(check_name, filter) != NULL;
-    tried += wanted;
-    return wanted;
-}
-
-// A condition of the running check; the first one that fails gives the reason.
-__attribute__((format(printf, 2, 3))) static void check(int ok, const char *fmt, ...) {
-    va_list ap;
-    if (ok || check_failed[0]) return;
-    va_start(ap, fmt);
-    vsnprintf(check_failed, sizeof check_failed, fmt, ap);
-    va_end(ap);
-}
-
 static void within(double err, double limit, const char *what) {
     const size_t at = strlen(check_measured);
     snprintf(check_measured + at, sizeof check_measured - at, " %s %.1e", what, err);
     check(err <= limit, "%s: error %.3e, limit %.0e", what, err, limit);
-}
-
-static void finish(void) {
-    if (check_failed[0])
-        failures++, printf("FAIL %s: %s\n", check_name, check_failed);
-    else
-        printf("ok %s%s\n", check_name, verbose ? check_measured : "");
-    fflush(stdout);
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -13,67 +13,18 @@
    What is expected was written by data/golden/make_tokens.py. GOLDEN=FOLDER is where it lies. Start
    reading at test_golden. */
 #include "run_folder.h"
+#include "test_report.h"
 #include "tokenizer.h"
 
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-#define COUNT(array) (sizeof(array) / sizeof *(array))
+static char golden[CKPT_PATH];
 
-static const char *filter = "", *skipped;
-static int failures;
-static char check_name[128], check_failed[1400], golden[CKPT_PATH];
-static Err err;
-
-__attribute__((format(printf, 1, 2))) static int begin(const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(check_name, sizeof check_name, fmt, ap);
-    va_end(ap);
-    check_failed[0] = err.text[0] = 0;
-    skipped = NULL;
-    return strstr(check_name, filter) != NULL;
-}
-
-// A condition of the running check; the first one that fails gives the reason.
-__attribute__((format(printf, 2, 3))) static void check(int ok, const char *fmt, ...) {
-    va_list ap;
-    if (ok || check_failed[0]) return;
-    va_start(ap, fmt);
-    vsnprintf(check_failed, sizeof check_failed, fmt, ap);
-    va_end(ap);
-}
-
-static void finish(void) {
-    failures += check_failed[0] != 0;
-    if (check_failed[0])
-        printf("FAIL %s: %s\n", check_name, check_failed);
-    else if (skipped)
-        printf("skip %s: %s\n", check_name, skipped);
-    else
-        printf("ok %s\n", check_name);
-    fflush(stdout);
-}
-
-static void accepted(int rc) {
-    check(rc == 0, "refused: %s", err.text);
-    err.text[0] = 0;
-}
-
-// One line that has both words.
 static void refused(int rc, const char *word, const char *other) {
-    check(rc == -1, "accepted, expected a refusal with '%s'", other);
-    check(err.text[0] && !strpbrk(err.text, "\r\n"), "expected one line: '%s'", err.text);
-    check(strstr(err.text, word) != NULL, "expected '%s' in: %s", word, err.text);
-    check(strstr(err.text, other) != NULL, "expected '%s' in: %s", other, err.text);
+    refused_with(rc, word, other);
     err.text[0] = 0;
-}
-
-// What the tests themselves need.
-static void must(int ok, const char *what) {
-    if (!ok)
-        die(RUN_ERROR, "%s: not to be had for the tests: %s (%s)", what, err.text, strerror(errno));
 }
 
 static void put(const char *path, const void *bytes, size_t n) {
