@@ -264,12 +264,24 @@ CKPT_FN json_t *json_parse(const char *text, size_t n, json_error_t *e) {
     return NULL;
 }
 
+// Reads n bytes, or as many as there are. How many; -1: see errno.
+CKPT_FN ssize_t read_up_to(int fd, void *to, size_t n) {
+    size_t got = 0;
+    while (got < n) {
+        ssize_t k = read(fd, (char *)to + got, n - got);
+        if (k < 0 && errno == EINTR) continue;
+        if (k < 0) return -1;
+        if (k == 0) break;
+        got += (size_t)k;
+    }
+    return (ssize_t)got;
+}
+
 /* Reads a JSON file: an object or an array, no key twice. NULL after fail(). The caller
    json_decref()s it. */
 CKPT_FN json_t *json_read(const char *path, Err *err) {
     json_t *j = NULL;
     char *text = NULL;
-    size_t n = 0;
     struct stat st;
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) {
@@ -284,15 +296,11 @@ CKPT_FN json_t *json_read(const char *path, Err *err) {
     } else if (!(text = (char *)malloc((size_t)st.st_size + 1))) {
         fail(err, "%s: out of memory for %lld bytes", shown(path), (long long)st.st_size);
     } else {
-        ssize_t k = 0;
-        while (n < (size_t)st.st_size && (k = read(fd, text + n, (size_t)st.st_size - n)) != 0) {
-            if (k < 0 && errno != EINTR) break;
-            if (k > 0) n += (size_t)k;
-        }
+        const ssize_t n = read_up_to(fd, text, (size_t)st.st_size);
         json_error_t e;
-        if (k < 0) {
+        if (n < 0) {
             fail_os(err, path, "cannot read");
-        } else if (!(j = json_parse(text, n, &e))) {
+        } else if (!(j = json_parse(text, (size_t)n, &e))) {
             fail(err, "%s: expected JSON, found at line %d: %s; the file looks like %s",
                 shown(path), e.line, shown(e.text), looks_like(path));
         }

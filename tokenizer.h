@@ -998,16 +998,13 @@ TOK_FN unsigned char *read_whole(const char *path, size_t *size, Err *err) {
     } else if (!(text = (unsigned char *)malloc((size_t)st.st_size + 1))) {
         fail(err, "%s: out of memory for %lld bytes", shown(path), (long long)st.st_size);
     } else {
-        ssize_t k = 0;
-        while (n < (size_t)st.st_size && (k = read(fd, text + n, (size_t)st.st_size - n)) != 0) {
-            if (k < 0 && errno != EINTR) break;
-            if (k > 0) n += (size_t)k;
-        }
-        if (k < 0) {
+        const ssize_t got = read_up_to(fd, text, (size_t)st.st_size);
+        if (got < 0) {
             fail_os(err, path, "cannot read");
             free(text);
             text = NULL;
         } else {
+            n = (size_t)got;
             text[n] = 0;
         }
     }
