@@ -763,9 +763,10 @@ CKPT_FN int json_add(json_t *j, json_t *more) {
    and shared_expert_intermediate_size besides. Both the old names (rope_theta, torch_dtype) and the
    new ones (rope_parameters, dtype) are written, so that transformers 4.51 and later load it.
    router_aux_loss_coef is this trainer's coefficient divided by K: Hugging Face's loss counts each
-   of a token's K experts once (K where ours is 1). type: of the weights. */
-CKPT_FN int config_write(
-    const char *folder, const Config *c, double router_aux_loss_coef, DType type, Err *err) {
+   of a token's K experts once (K where ours is 1). type: of the weights. eot: the tokenizer's
+   end-of-text token, -1 = none. */
+CKPT_FN int config_write(const char *folder, const Config *c, double router_aux_loss_coef,
+    DType type, int eot, Err *err) {
     Err why;
     if (config_check(c, &why)) return fail(err, "%s/config.json: %s", shown(folder), why.text);
     const Arch arch = config_arch(c);
@@ -788,11 +789,15 @@ CKPT_FN int config_write(
     if (!rc && arch != ARCH_OLMOE) rc = json_add(j, json_pack("{s:i}", "head_dim", c->head_dim));
     if (!rc)
         rc = json_add(j,
-            json_pack("{s:s, s:f, s:b, s:f, s:f, s:n, s:{s:s, s:f}, s:b, s:f, s:n, s:n, s:n}",
-                "hidden_act", "silu", "attention_dropout", 0.0, "tie_word_embeddings", c->tied,
-                "rms_norm_eps", c->norm_eps, "rope_theta", c->rope_theta, "rope_scaling",
-                "rope_parameters", "rope_type", "default", "rope_theta", c->rope_theta, "use_cache",
-                1, "initializer_range", 0.02, "bos_token_id", "eos_token_id", "pad_token_id"));
+            json_pack("{s:s, s:f, s:b, s:f, s:f, s:n, s:{s:s, s:f}, s:b, s:f, s:n}", "hidden_act",
+                "silu", "attention_dropout", 0.0, "tie_word_embeddings", c->tied, "rms_norm_eps",
+                c->norm_eps, "rope_theta", c->rope_theta, "rope_scaling", "rope_parameters",
+                "rope_type", "default", "rope_theta", c->rope_theta, "use_cache", 1,
+                "initializer_range", 0.02, "pad_token_id"));
+    // one token stands between two texts: it ends one and begins the next
+    if (!rc && eot >= 0)
+        rc = json_add(j, json_pack("{s:i, s:i}", "bos_token_id", eot, "eos_token_id", eot));
+    if (!rc && eot < 0) rc = json_add(j, json_pack("{s:n, s:n}", "bos_token_id", "eos_token_id"));
     if (!rc && arch != ARCH_MIXTRAL) rc = json_add(j, json_pack("{s:b}", "attention_bias", 0));
     if (!rc && arch == ARCH_MIXTRAL) rc = json_add(j, json_pack("{s:n}", "sliding_window"));
     if (!rc && arch == ARCH_OLMOE) rc = json_add(j, json_pack("{s:n}", "clip_qkv"));

@@ -16,7 +16,7 @@
 #include "run_folder.h" // before gemm.h, whose `real` is a name in jansson.h
 #include "dataloader.h"
 #include "model.h"
-#include "tokenizer.h"
+#include "bpe_train.h" // and tokenizer.h
 #include "watch.h"
 
 #include <signal.h>
@@ -300,6 +300,44 @@ static void read_tokenizer(Tokenizer *t, const Config *c, const char *folder) {
             folder, t->vocab_size, c->vocab_size);
 }
 
+/* The tokenizer.json beside the shards that --input names first, as `tokenize` leaves it; 0: none.
+   What is no shard needs none: a text is bytes. */
+static int vocab_beside(char path[CKPT_PATH], const Options *o) {
+    glob_t g;
+    uint32_t magic = 0;
+    const char *input = o->input.n ? o->input.at[0] : "";
+    const int folder = is_folder(input);
+    if (snprintf(path, CKPT_PATH, "%s%s", input, folder ? "/*.bin" : "") >= CKPT_PATH - 16)
+        return 0;
+    if (glob(path, 0, NULL, &g)) return 0;
+    FILE *f = fopen(g.gl_pathv[0], "rb");
+    if (f) {
+        if (fread(&magic, sizeof magic, 1, f) != 1) magic = 0;
+        fclose(f);
+    }
+    snprintf(path, CKPT_PATH, "%s", g.gl_pathv[0]);
+    globfree(&g);
+    char *slash = strrchr(path, '/');
+    strcpy(slash ? slash + 1 : path, "tokenizer.json");
+    return (magic == SHARD_16 || magic == SHARD_32) && !access(path, F_OK);
+}
+
+/* The tokenizer of a new model: --vocab, else the one beside its shards, else bytes. A vocabulary
+   with merges sets the model's. */
+static void open_vocab(Tokenizer *t, Options *o) {
+    char path[CKPT_PATH];
+    Err err;
+    const int beside = !o->vocab && vocab_beside(path, o);
+    if (!o->vocab && !beside) {
+        tokenizer_bytes(t);
+        return;
+    }
+    if (tokenizer_open(t, o->vocab ? o->vocab : path, &err))
+        die(USER_ERROR, "%s%s", o->vocab ? "--vocab " : "", err.text);
+    if (beside) printf("vocabulary: %d tokens, %s\n", t->vocab_size, shown(path));
+    o->c.vocab_size = t->vocab_size;
+}
+
 // all_val: every byte of --input is for evaluation, none for training.
 static int try_data(Data *d, const Options *o, const Tokenizer *t, int all_val, Err *err) {
     const Paths none = {{NULL}, 0}, *train = all_val ? &none : &o->input;
@@ -488,8 +526,9 @@ static void command_generate(const Options *o) {
     find_checkpoint(folder, "--model", o->model);
     read_config(&c, folder);
     read_tokenizer(&t, &c, folder);
-    if (tokenizer_encode(
-            &t, (const unsigned char *)o->prompt, strlen(o->prompt), &prompt, &n_prompt, &err))
+    // without a prompt: as a text begins
+    if (tokenizer_encode(&t, (const unsigned char *)o->prompt, strlen(o->prompt),
+            *o->prompt ? 0 : TEXT_BEGINS, &prompt, &n_prompt, &err))
         die(USER_ERROR, "--prompt: %s", err.text);
     if (!n_prompt)
         die(USER_ERROR, "--prompt: expected at least one character to start from, found none");
@@ -680,6 +719,14 @@ static void print_tables(Options *o, const char *folder) {
     model_free(&m);
 }
 
+// With --vocab the model's vocabulary is that one's, as in training.
+static void open_vocab_size(Options *o) {
+    Tokenizer t;
+    if (!o->vocab) return;
+    open_vocab(&t, o);
+    tokenizer_free(&t);
+}
+
 // folder: of the checkpoint, whose shape and flags are in o; NULL: the flags alone say the shape.
 static void command_info(Options *o, const char *folder) {
     Model m;
@@ -689,6 +736,7 @@ static void command_info(Options *o, const char *folder) {
         return;
     }
     if (folder) printf("checkpoint   %s\n", folder);
+    if (!folder) open_vocab_size(o);
     if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
     model_plan(&m, &o->c, backend_of(o), train_shape(o));
     print_model(&m, stdout);
@@ -747,6 +795,7 @@ static void command_bench(Options *o) {
     char buf[32];
     double total, active, rate[STEPS], share[STEPS], peaks[STEPS];
     const int threads = thread_max();
+    open_vocab_size(o);
     if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
     model_plan(&m, &o->c, backend_of(o), train_shape(o));
     check_memory((double)model_bytes(&m), "lower --batch, --seq or the size of the model");
@@ -885,7 +934,6 @@ static int tokenize_texts(
     for (int i = 0; i < d->n_files && !rc; i++) {
         DataFile *f = &d->file[i];
         rc = data_map(f, INT_MAX, err);
-        if (!rc && s && t->eot >= 0) rc = shard_token(s, (uint32_t)t->eot, err);
         for (size_t at = 0, end; at < f->size && !rc; at = end) {
             end = f->size - at > BLOCK ? at + BLOCK : f->size;
             if (l || !tokenizer_is_bytes(t)) end = tokenizer_cut(f->map, f->size, end);
@@ -896,7 +944,8 @@ static int tokenize_texts(
             } else {
                 uint32_t *id;
                 size_t n;
-                rc = tokenizer_encode((void *)(uintptr_t)t, f->map + at, end - at, &id, &n, err);
+                rc = tokenizer_encode((void *)(uintptr_t)t, f->map + at, end - at,
+                    at == 0 ? TEXT_BEGINS : 0, &id, &n, err);
                 for (size_t k = 0; k < n && !rc; k++) rc = shard_token(s, id[k], err);
                 free(id);
             }

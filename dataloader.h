@@ -10,7 +10,8 @@
    four bytes, whatever its name, and may stand beside texts. Its size must be what its header says,
    and every token must be in the vocabulary: both are checked before anything is trained.
 
-   data_open takes files, folders (every regular file below, hidden ones skipped) and glob patterns.
+   data_open takes files, folders (every regular file below, hidden ones skipped, and the tokenizer
+   that `tokenize` writes beside its shards) and glob patterns.
    Each file gives a training part, its beginning, and a validation part, its end (the last 10% or
    so); with separate validation files the inputs are all training. A part is a run of tokens that
    stays within one file: a row never crosses from one text into another.
@@ -45,9 +46,12 @@
 
 #define DATA_FN __attribute__((unused)) static
 
-// Turns n bytes into *count tokens in fresh memory (malloc), which the caller frees. 0, or fail().
-typedef int (*Encode)(
-    void *ctx, const unsigned char *text, size_t n, uint32_t **tokens, size_t *count, Err *err);
+/* Turns n bytes into *count tokens in fresh memory (malloc), which the caller frees. edges: a text
+   begins here, or ends here; the token that stands between texts, if there is one, goes there. 0, or
+   fail(). */
+enum { TEXT_BEGINS = 1, TEXT_ENDS = 2 };
+typedef int (*Encode)(void *ctx, const unsigned char *text, size_t n, int edges, uint32_t **tokens,
+    size_t *count, Err *err);
 
 typedef struct DataFile {
     char *path;
@@ -215,16 +219,21 @@ DATA_FN int data_add_file(Data *d, char *path, int for_val, Err *err) {
     return 0;
 }
 
+// What is in a folder but is no text: hidden files, and the tokenizer beside shards.
+DATA_FN int data_skipped(const char *name) {
+    return name[0] == '.' || !strcmp(name, "tokenizer.json") ||
+        !strcmp(name, "tokenizer_config.json");
+}
+
 /* Adds every regular file below a folder; the caller sorts. Links to files are followed, links to
-   folders are not (they may lead in circles), names that start with a dot are skipped, and so is
-   all that is neither. */
+   folders are not (they may lead in circles); all that is neither is skipped. */
 DATA_FN int data_add_folder(Data *d, const char *folder, int for_val, Err *err) {
     DIR *dir = opendir(folder);
     if (!dir) return fail(err, "%.400s: cannot read this folder: %s", folder, strerror(errno));
     int rc = 0;
     struct dirent *entry;
     while (!rc && (errno = 0, entry = readdir(dir)) != NULL) {
-        if (entry->d_name[0] == '.') continue;
+        if (data_skipped(entry->d_name)) continue;
         size_t n = strlen(folder) + strlen(entry->d_name) + 2;
         char *path = (char *)malloc(n);
         if (!path) {
@@ -473,7 +482,9 @@ DATA_FN int data_cut(DataPart *p, const Data *d, int source, size_t begin, size_
         p->id32 = (const uint32_t *)(const void *)(f->map + SHARD_HEADER) + begin;
     else if (!enc)
         p->byte = text;
-    else if (count && enc(enc_ctx, text, count, &p->id, &count, err))
+    else if (count &&
+        enc(enc_ctx, text, count, (begin == 0 ? TEXT_BEGINS : 0) | (end == f->size ? TEXT_ENDS : 0),
+            &p->id, &count, err))
         return -1;
     p->len = count;
     return 0;

@@ -30,8 +30,8 @@ typedef enum { SWITCH, INT, LONG, REAL, TEXT, PATHS, CHOICE } FlagType;
 typedef struct Flag {
     const char *name;
     FlagType type;
-    size_t at; // offset in Options
-    double least, most;
+    size_t at;          // offset in Options
+    double least, most; // TEXT: least -1: may be empty
     int commands;
     const char *help; // CHOICE: the choices come first, a|b|c, then a blank
 } Flag;
@@ -43,8 +43,8 @@ static const Flag flags[] = {
     {"val", PATHS, AT(val), 0, 0, TRAIN, "validation text; default: the last part of each input"},
     {"val-fraction", REAL, AT(val_fraction), 0, 0.9, TRAIN,
         "part of each input held out for validation"},
-    {"vocab", TEXT, AT(vocab), 0, 0, TRAIN | TOKENIZE | RUN_ONLY,
-        "tokenizer.json, vocab.bpe or llm.c's tokenizer.bin; default: the 256 bytes"},
+    {"vocab", TEXT, AT(vocab), 0, 0, SHAPED | TOKENIZE | RUN_ONLY,
+        "tokenizer.json, vocab.bpe or llm.c's tokenizer.bin; default: beside the shards, or bytes"},
     {"train-vocab", INT, AT(train_vocab), 257, TOK_LIMIT, TOKENIZE,
         "learn a vocabulary of so many tokens from --input and write it to --out"},
     {"shard-tokens", LONG, AT(shard_tokens), 1, INT32_MAX, TOKENIZE, "most tokens in a file"},
@@ -136,7 +136,8 @@ static const Flag flags[] = {
         "a run's losses, expert loads and experts by text as tables, for data/plot.gp"},
     {"profile", SWITCH, AT(profile), 0, 0, TRAIN | RUN_ONLY,
         "print where the time went at the end"},
-    {"prompt", TEXT, AT(prompt), 0, 0, GENERATE, "text to go on from"},
+    {"prompt", TEXT, AT(prompt), -1, 0, GENERATE,
+        "text to go on from; '' with merges: the end-of-text token that texts begin with"},
     {"tokens", LONG, AT(n_tokens), 1, 1e12, GENERATE, "tokens to generate"},
     {"temperature", REAL, AT(temperature), 0, 100, GENERATE, "0 = always the most likely token"},
     {"top-k", INT, AT(top_k_sampling), 0, 1 << 30, GENERATE,
@@ -187,7 +188,8 @@ static void set_flag(Options *o, const Flag *f, const char *text, const char *wh
         return;
     }
     case TEXT:
-        if (!*text) die(USER_ERROR, "%s--%s: expected a text, found nothing", where, f->name);
+        if (!*text && f->least >= 0)
+            die(USER_ERROR, "%s--%s: expected a text, found nothing", where, f->name);
         *(const char **)field(o, f) = text;
         return;
     case PATHS: {

@@ -137,8 +137,9 @@ typedef struct Numbers {
     size_t count; // of tokens, whatever the text; 0: of its bytes
     uint32_t next;
 } Numbers;
-static int number(
-    void *ctx, const unsigned char *text, size_t n, uint32_t **id, size_t *count, Err *e) {
+static int number(void *ctx, const unsigned char *text, size_t n, int edges, uint32_t **id,
+    size_t *count, Err *e) {
+    (void)edges;
     Numbers *numbers = (Numbers *)ctx;
     if (!numbers) return fail(e, "%c%zu: the encoder says no", *text, n);
     *count = numbers->count ? numbers->count : n;
@@ -606,14 +607,14 @@ static void test_tokenizer(void) {
         size_t n, k, at = 0;
         for (int i = 0; i < PAIRS; i++) text[i] = (unsigned char)(i % 2 ? i / 2 : i / 512);
         memcpy(text + PAIRS, "\xe2\x82\xf0\x9f\x98\xc3(\0\xff", 9);
-        accepted(tokenizer_encode(&t, text, sizeof text, &id, &n, &err));
+        accepted(tokenizer_encode(&t, text, sizeof text, TEXT_BEGINS | TEXT_ENDS, &id, &n, &err));
         for (size_t i = 0; i < n; at += k, i++) {
             const unsigned char *bytes = tokenizer_decode(&t, (int)id[i], &k);
             check(k && at + k <= sizeof text && !memcmp(bytes, text + at, k), "token %zu", i);
         }
         check(at == sizeof text && tokenizer_is_bytes(&t), "%zu bytes came back", at);
         free(id);
-        accepted(tokenizer_encode(&t, text, 0, &id, &n, &err));
+        accepted(tokenizer_encode(&t, text, 0, TEXT_BEGINS | TEXT_ENDS, &id, &n, &err));
         check(!id && !n, "tokens of no text");
         check(!tokenizer_decode(&t, 256, &k) && !k, "token 256");
         check(!tokenizer_decode(&t, -1, &k) && !k, "token -1");
@@ -886,7 +887,7 @@ static void test_damage(void) {
         finish();
     }
     if (begin("config/random-damage")) {
-        accepted(config_write("hurt", &moe_shape, 0.001, F32, &err));
+        accepted(config_write("hurt", &moe_shape, 0.001, F32, -1, &err));
         damage("hurt/config.json", 2000, try_config);
         finish();
     }
@@ -979,7 +980,7 @@ static void test_config(void) {
             c.router = routing & 1 ? ROUTER_SIGMOID : ROUTER_SOFTMAX;
             c.d_shared = routing & 2 ? 24 : 0;
             memset(&read, 0xFF, sizeof read);
-            accepted(config_write("cfg", &c, 0.001 / 3, i & 2 ? BF16 : F32, &err));
+            accepted(config_write("cfg", &c, 0.001 / 3, i & 2 ? BF16 : F32, -1, &err));
             accepted(config_read(&read, "cfg", &err));
             check(!memcmp(&read, &c, sizeof c), "shape %d came back as another", i);
             json_t *j = json_read("cfg/config.json", &err);
@@ -998,7 +999,7 @@ static void test_config(void) {
         }
         finish();
     }
-    accepted(config_write("cfg", &moe_shape, 0.001, F32, &err));
+    accepted(config_write("cfg", &moe_shape, 0.001, F32, -1, &err));
     for (size_t i = 0; i < COUNT(edits); i++) {
         const char *word = edits[i].word;
         if (!begin("config/%s/%s", word ? "refused" : "accepted", edits[i].name)) continue;
@@ -1031,7 +1032,7 @@ static void test_config(void) {
     };
     c = moe_shape;
     c.qk_norm = QK_NORM_NONE, c.router = ROUTER_SIGMOID, c.d_shared = 8;
-    accepted(config_write("cfg", &c, 0.001, F32, &err));
+    accepted(config_write("cfg", &c, 0.001, F32, -1, &err));
     for (size_t i = 0; i < COUNT(own); i++) {
         if (!begin("config/refused/%s", own[i].name)) continue;
         merge("cfg", "cfg2", "config.json", own[i].edit);
@@ -1039,7 +1040,7 @@ static void test_config(void) {
         finish();
     }
     if (begin("config/refused/own-key-in-qwen3")) {
-        accepted(config_write("cfg", &moe_shape, 0.001, F32, &err));
+        accepted(config_write("cfg", &moe_shape, 0.001, F32, -1, &err));
         merge("cfg", "cfg2", "config.json", "{\"scoring_func\": \"sigmoid\"}");
         refused(config_read(&read, "cfg2", &err), "cfg2/config.json: ", "scoring_func");
         finish();
@@ -1050,7 +1051,7 @@ static void test_config(void) {
             c = moe_shape;
             if (i == 0) c.n_kv_heads = 0;
             if (i == 1) c.d_dense = 0;
-            int rc = config_write("cfg2", &c, i == 2 ? NAN : 0.001, F32, &err);
+            int rc = config_write("cfg2", &c, i == 2 ? NAN : 0.001, F32, -1, &err);
             refused(rc, "cfg2/config.json: ", words[i]);
         }
         refused(config_read(&read, "none", &err), "none/config.json", "No such file");
@@ -1644,7 +1645,7 @@ static int do_task(size_t task, const TensorTable *t, void *p) {
         return rc;
     case 1: return tokenizer_save(&tok, "tok", &err);
     case 2: return tokenizer_load(&tok, "tok", &err);
-    case 3: return config_write("cfg", &moe_shape, 0.001, F32, &err);
+    case 3: return config_write("cfg", &moe_shape, 0.001, F32, -1, &err);
     case 4: return config_read(&c, "cfg", &err);
     case 5: return model_write("model", &moe_shape, t, memory_of(F32), p, NULL, &err);
     case 6: return model_read("model", &moe_shape, t, memory_of(F32), p, NULL, &err);

@@ -290,7 +290,7 @@ static void test_arch_files(void) {
         Config read;
         TensorTable t = table_of(&c, F32);
         unsigned char *p = arena(&t, 1, F32, 1), *q = arena(&t, 1, F32, 0);
-        accepted(config_write("model", &c, 0.01, F32, &err));
+        accepted(config_write("model", &c, 0.01, F32, -1, &err));
         accepted(model_write("model", &c, &t, memory_of(F32), p, NULL, &err));
         accepted(optimizer_write("model", &c, &t, memory_of(F32), p, NULL, &err));
         accepted(config_read(&read, "model", &err));

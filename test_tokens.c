@@ -14,7 +14,7 @@
    reading at test_golden. */
 #include "run_folder.h"
 #include "test_report.h"
-#include "tokenizer.h"
+#include "bpe_train.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -99,7 +99,7 @@ static void check_ids(const Tokenizer *t, const char *expected) {
         const size_t n = json_string_length(json_array_get(texts, i));
         uint32_t *id;
         size_t count;
-        accepted(tokenizer_encode((void *)(uintptr_t)t, text, n, &id, &count, &err));
+        accepted(tokenizer_encode((void *)(uintptr_t)t, text, n, 0, &id, &count, &err));
         check(count == json_array_size(ids), "text %zu (%s): %zu tokens, expected %zu", i,
             shown((const char *)text), count, json_array_size(ids));
         for (size_t k = 0; k < count && !check_failed[0]; k++) {
@@ -156,7 +156,7 @@ static void test_bytes(void) {
         for (int round = 0; round < 20000 && !check_failed[0]; round++) {
             const size_t size = (size_t)below(MOST);
             random_text(text, size);
-            accepted(tokenizer_encode(&t, text, size, &id, &n, &err));
+            accepted(tokenizer_encode(&t, text, size, 0, &id, &n, &err));
             comes_back(&t, text, size, id, n);
             free(id);
         }
@@ -191,13 +191,13 @@ static void test_bytes(void) {
         unsigned char *text = malloc(LONG);
         must(text != NULL, "memory");
         for (size_t i = 0; i < LONG; i += 1 << 12) random_text(text + i, 1 << 12);
-        accepted(tokenizer_encode(&t, text, LONG, &id, &n, &err));
+        accepted(tokenizer_encode(&t, text, LONG, 0, &id, &n, &err));
         comes_back(&t, text, LONG, id, n);
 #ifdef _OPENMP
         const int threads = omp_get_max_threads();
         for (int i = 1; i <= 5; i += 2) {
             omp_set_num_threads(i);
-            accepted(tokenizer_encode(&t, text, LONG, &other, &k, &err));
+            accepted(tokenizer_encode(&t, text, LONG, 0, &other, &k, &err));
             check(k == n && !memcmp(id, other, n * sizeof *id), "%d threads: other tokens", i);
             free(other);
         }
@@ -210,7 +210,7 @@ static void test_bytes(void) {
         for (int i = 0; i < 3; i++) {
             memset(text, "a \xff"[i], LONG - 1);
             text[LONG - 1] = 'x';
-            accepted(tokenizer_encode(&t, text, LONG, &id, &n, &err));
+            accepted(tokenizer_encode(&t, text, LONG, 0, &id, &n, &err));
             comes_back(&t, text, LONG, id, n);
             free(id);
         }
@@ -661,7 +661,7 @@ static void test_damage(void) {
             taken++;
             if (!u.bpe) continue;
             random_text(text, sizeof text);
-            accepted(tokenizer_encode(&u, text, sizeof text, &id, &k, &err));
+            accepted(tokenizer_encode(&u, text, sizeof text, 0, &id, &k, &err));
             comes_back(&u, text, sizeof text, id, k);
             free(id);
             tokenizer_free(&u);

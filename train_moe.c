@@ -199,7 +199,8 @@ static void save(Run *r) {
     if (!j) die(RUN_ERROR, "no memory for trainer.json");
     int rc = ckpt_begin(&w, r->out, r->step, &err);
     if (!rc)
-        rc = config_write(w.path, &m->c, r->o.aux_loss / m->c.top_k, m->b->param_type, &err) ||
+        rc = config_write(
+                 w.path, &m->c, r->o.aux_loss / m->c.top_k, m->b->param_type, r->tok.eot, &err) ||
             tokenizer_save(&r->tok, w.path, &err) ||
             model_write(
                 w.path, &m->c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], &err) ||
@@ -317,6 +318,17 @@ static void show_data(const Run *r) {
              "raise --val-fraction or give --val");
 }
 
+static int line_end(const Tokenizer *t) {
+    Err err;
+    uint32_t *id;
+    size_t n;
+    if (tokenizer_encode((void *)(uintptr_t)t, (const unsigned char *)"\n", 1, 0, &id, &n, &err))
+        die(RUN_ERROR, "%s", err.text);
+    const int token = (int)id[0];
+    free(id);
+    return token;
+}
+
 static void sample(Run *r) {
     const double t = now_s();
     const SampleConfig s = {0.8, 1, 0, (uint64_t)r->o.seed + (uint64_t)r->step};
@@ -325,16 +337,8 @@ static void sample(Run *r) {
     g->n = g->cached = 0;
     g->position = 0;
     printf("--- sample at step %lld\n", (long long)r->step);
-    if (r->tok.eot >= 0) {
-        generator_feed(g, r->tok.eot);
-    } else {
-        Err err;
-        uint32_t *line_end;
-        if (tokenizer_encode(&r->tok, (const unsigned char *)"\n", 1, &line_end, &n, &err))
-            die(RUN_ERROR, "%s", err.text);
-        generator_feed(g, (int)line_end[0]);
-        free(line_end);
-    }
+    // as a text begins, or a line of one where no token says so
+    generator_feed(g, r->tok.eot >= 0 ? r->tok.eot : line_end(&r->tok));
     for (int i = 0; i < SAMPLE_TOKENS; i++) {
         const int next = generator_next(g, &s);
         if (next < 0 || next == r->tok.eot) break;
@@ -502,10 +506,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
         die(USER_ERROR,
             "--vocab: expected no --init, whose model has a tokenizer of its own, found %s",
             o->init);
-    if (o->vocab) {
-        if (tokenizer_open(&r->tok, o->vocab, &err)) die(USER_ERROR, "--vocab %s", err.text);
-        o->c.vocab_size = r->tok.vocab_size;
-    }
+    if (!o->init) open_vocab(&r->tok, o);
     settle(o, given, o->init != NULL);
     count_rows(r);
     if (o->out) {
@@ -526,10 +527,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
             if (lstat(r->out, &st)) break;
         }
     }
-    if (o->init)
-        read_tokenizer(&r->tok, &o->c, init);
-    else if (!o->vocab)
-        tokenizer_bytes(&r->tok);
+    if (o->init) read_tokenizer(&r->tok, &o->c, init);
     if (o->c.vocab_size != r->tok.vocab_size && !o->init)
         die(USER_ERROR,
             "--preset %s has a vocabulary of %d and text is read as bytes (256): use this preset "
@@ -737,6 +735,10 @@ static const char *info_of(Options *o, const int given[N_FLAGS], char folder[CKP
         settle(o, given, 0);
         return NULL;
     }
+    if (o->vocab)
+        die(USER_ERROR,
+            "--vocab: expected no checkpoint, which has a tokenizer of its own, found %s",
+            o->model ? o->model : "--tsv");
     find_checkpoint(folder, "--model", o->model);
     if (has_file(folder, "trainer.json")) {
         char path[CKPT_PATH + 32];

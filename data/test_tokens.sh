@@ -161,7 +161,8 @@ training() {
 }
 check tokens/training training
 
-# eval: bits per byte = loss in bits x tokens / bytes, without the first token, which is no target
+# eval: bits per byte = loss in bits x tokens / bytes; an end-of-text token is no text, and the one that a
+# text begins with is no target
 bits() {
     run 0 "$TRAIN" --vocab "$golden" --input "$work/text" "${tiny[@]}" --steps 2 --out m
     { printf '\1the \377\300'; cat "$work/other"; } >odd # not valid UTF-8
@@ -169,12 +170,50 @@ bits() {
     local loss bpb n bytes
     read -r loss bpb n < <(sed -nE \
         's/^loss ([0-9.]+) .* bits per byte ([0-9.]+) \| ([0-9]+) tokens$/\1 \2 \3/p' stdout)
-    bytes=$(($(wc -c <odd) - 1)) # its first token is the byte 1
+    bytes=$(wc -c <odd)
     run 0 "$TRAIN" tokenize --vocab "$golden" --input odd --out s
-    [ "$(word s/tokens_000000.bin 8)" = $((n + 2)) ] || no "$n targets"
+    [ "$(word s/tokens_000000.bin 8)" = "$n" ] || no "$n targets"
     awk -v l="$loss" -v n="$n" -v b="$bytes" -v is="$bpb" 'BEGIN {
         d = l / log(2) * n / b - is
         exit !(d < 1e-4 && d > -1e-4)
     }' || no "loss $loss, $n tokens, $bytes bytes: $bpb"
 }
 check tokens/bits_per_byte bits
+
+# The tokenizer beside shards is found, and is no text.
+beside() {
+    run 0 "$TRAIN" tokenize --vocab "$golden" --input "$work/text" --out s
+    for from in s s/tokens_000000.bin s 's/*.bin'; do
+        run 0 "$TRAIN" --input "$from" "${tiny[@]}" --steps 4 --val "$work/other" --out run \
+            --eval-every 2 --overwrite
+        said '^vocabulary: 512 tokens, s/tokenizer.json' stdout
+        grep -q '"eos_token_id": 511' run/latest/config.json || no "no eos_token_id"
+        sed -E 's/,"step_ms".*//' run/metrics.jsonl >log
+        cp run/latest/model.safetensors weights
+        [ -e log.first ] || mv log log.first
+        [ -e weights.first ] || mv weights weights.first
+        [ ! -e log ] || same log log.first
+        [ ! -e weights ] || same weights weights.first
+    done
+    # another vocabulary is the user's to name
+    run 2 "$TRAIN" --input s --vocab "$work/text" "${tiny[@]}" --steps 1 --out other
+    refused '--vocab .*text' 'line 1'
+    run 0 "$TRAIN" tokenize --input "$work/text" --out b
+    run 0 "$TRAIN" --input b "${tiny[@]}" --steps 1 --out other
+    grep -q '"eos_token_id": null' other/latest/config.json || no "an end of text for bytes"
+    run 0 "$TRAIN" info --vocab "$golden" "${tiny[@]:0:14}"
+    said 'vocabulary 512$' stdout
+    run 2 "$TRAIN" info run --vocab "$golden"
+    refused '--vocab'
+}
+check tokens/beside_shards beside
+
+# Texts end where the model says so, and one can be begun from nothing.
+end_of_text() {
+    for i in {1..60}; do printf 'a text of a line' >"t$i"; done
+    run 0 "$TRAIN" --vocab "$golden" --input 't*' "${tiny[@]}" --seq 8 --val-fraction 0 --steps 150 \
+        --warmup 5 --lr 2e-2 --out run --save-every 0
+    run 0 "$TRAIN" generate --model run --prompt '' --tokens 100 --temperature 0
+    [ "$(cat stdout)" = 'a text of a line' ] || no "found: $(cat stdout)"
+}
+check tokens/end_of_text end_of_text

@@ -3,9 +3,9 @@
 
     python data/golden/check_hf.py        (from the root, after make; torch, transformers)
 
-Trains a small model of every architecture on README.md and loads it with AutoModelForCausalLM and
+Trains a small model of every architecture on README.md, one of them with merges, and loads it with AutoModelForCausalLM and
 AutoTokenizer. What must hold: no missing or unexpected key, no warning; the same logits to 1e-5
-(relative Frobenius) for 48 ids; the same greedy continuation for 32 tokens. Last, folders that
+(relative Frobenius) for 48 ids; the same ids of README.md; the same greedy continuation for 32 tokens. Last, folders that
 transformers saves again in four ways are read back by train_moe with the same logits.
 """
 
@@ -29,6 +29,7 @@ MODELS = {
     "qwen3_moe tied": "--arch qwen3_moe --tied 1 --norm-topk 0",
     "qwen3": "--experts 1 --topk 1 --head-dim 12",
     "llama": "--experts 1 --topk 1 --qk-norm none --tied 1",
+    "qwen3_moe merges": "--vocab {vocab}",  # byte-level BPE, learned on the same text
 }
 heard = []  # every warning, of Python or of a logger
 
@@ -66,7 +67,10 @@ def distance(folder, file, model):
 def check(name, flags, work):
     type_of = name.split()[0]
     out = work / name.replace(" ", "_")
-    program("./train_moe", "--input", "README.md", *SHAPE, *flags.split(), "--out", out)
+    vocab = out.with_suffix(".json")
+    if "{vocab}" in flags:
+        program("./train_moe", "tokenize", "--train-vocab", "500", "--input", "README.md", "--out", vocab)
+    program("./train_moe", "--input", "README.md", *SHAPE, *flags.format(vocab=vocab).split(), "--out", out)
     folder = out / "latest"
     heard.clear()
     model = load(folder)
@@ -76,11 +80,18 @@ def check(name, flags, work):
     error = distance(folder, out / "logits.safetensors", model)
     prompt = "The same seed"
     ids = tokenizer(prompt, return_tensors="pt").input_ids
-    if ids[0].tolist() != list(prompt.encode()):
-        raise SystemExit(f"{name}: other token ids: {ids}")
+    text = pathlib.Path("README.md").read_text(encoding="utf-8")
+    program("./train_moe", "tokenize", "--vocab", folder / "tokenizer.json", "--input", "README.md",
+            "--out", out / "shard")
+    shard = (out / "shard" / "tokens_000000.bin").read_bytes()[1024:]
+    start = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if start + tokenizer(text).input_ids != list(memoryview(shard).cast("H")):
+        raise SystemExit(f"{name}: other token ids")
+    if model.config.eos_token_id != tokenizer.eos_token_id:
+        raise SystemExit(f"{name}: the model ends with {model.config.eos_token_id}")
     with torch.no_grad():
         theirs = model.generate(ids, do_sample=False, max_new_tokens=32, min_new_tokens=32)
-    theirs = bytes(theirs[0].tolist())
+    theirs = tokenizer.decode(theirs[0]).encode()
     ours = program("./train_moe", "generate", "--model", folder, "--prompt", prompt, "--tokens",
                    "32", "--temperature", "0")
     same = theirs in ours and len(set(theirs[len(prompt):])) > 6  # not 32 times the same
