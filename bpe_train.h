@@ -128,7 +128,8 @@ TOK_FN int learner_text(Learner *l, const unsigned char *text, size_t n, Err *er
         end = tokenizer_cut(text, n, n - from > size ? from + size : n);
         while (
             (len = next_word(b, l->match, text + from, end - from, &at, &pending, &begin, err)) > 0)
-            if (learner_word(l, text + from + begin, (size_t)len, 1, err)) return -1;
+            if (check_word(len, err) || learner_word(l, text + from + begin, (size_t)len, 1, err))
+                return -1;
         if (len < 0) return -1;
     }
     return 0;

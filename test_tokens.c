@@ -167,6 +167,7 @@ static void test_bytes(void) {
     if (begin("bytes/in-pieces")) { // a cut changes nothing, whatever is on either side
         unsigned char text[MOST];
         Encoder e;
+        int cuts = 0;
         must(!encoder_open(&e, t.bpe), "memory");
         for (int round = 0; round < 20000 && !check_failed[0]; round++) {
             const size_t size = 1 + (size_t)below(MOST - 1);
@@ -179,12 +180,14 @@ static void test_bytes(void) {
             stbds_arrsetlen(e.out, 0);
             accepted(encode_piece(&e, text, cut, &err));
             accepted(encode_piece(&e, text + cut, size - cut, &err));
+            cuts += cut < size;
             check(stbds_arrlenu(e.out) == n && !memcmp(whole, e.out, n * sizeof *whole),
                 "other tokens when %zu bytes are cut at %zu", size, cut);
             stbds_arrsetlen(e.out, 0);
             stbds_arrfree(whole);
         }
         encoder_close(&e);
+        check(cuts > 5000, "%d cuts", cuts);
         finish();
     }
     if (begin("bytes/threads")) {
@@ -214,6 +217,20 @@ static void test_bytes(void) {
             comes_back(&t, text, LONG, id, n);
             free(id);
         }
+        free(text);
+        finish();
+    }
+    if (begin("bytes/word-too-long")) { // refused before the memory for it is taken
+        const size_t size = (size_t)WORD_LIMIT + 1;
+        unsigned char *text = calloc(size, 1);
+        Learner l;
+        must(text != NULL, "memory");
+        refused(tokenizer_encode(&t, text, size, 0, &id, &n, &err), "a word of 67108865 bytes",
+            "expected at most 67108864");
+        accepted(learner_open(&l, &err));
+        refused(learner_text(&l, text, size, &err), "a word of 67108865 bytes",
+            "expected at most 67108864");
+        learner_close(&l);
         free(text);
         finish();
     }

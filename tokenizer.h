@@ -409,7 +409,7 @@ TOK_FN void merge_long(Encoder *e, const unsigned char *text, uint32_t n) {
     for (uint32_t i = 0; i != TOK_NONE; i = e->next[i]) stbds_arrput(e->out, e->symbol[i]);
 }
 
-// Adds the tokens of one word, 1 <= n < 2^32 - 1 bytes, to e->out.
+// Adds the tokens of one word, 1 <= n <= WORD_LIMIT bytes, to e->out.
 TOK_FN void word_encode(Encoder *e, const unsigned char *text, size_t n) {
     enum { SHORT = 64, CACHED = 16 };
     uint32_t symbol[SHORT];
@@ -473,17 +473,43 @@ TOK_FN int64_t next_word(const Bpe *b, void *match, const unsigned char *text, s
 #endif
 }
 
+/* Merging takes some 30 bytes of memory for each of a word's. No language has such words: this is a
+   file of something else, of zeros say. */
+enum { WORD_LIMIT = 1 << 26 };
+TOK_FN int check_word(int64_t len, Err *err) {
+    if (len <= WORD_LIMIT) return 0;
+    return fail(err,
+        "a word of %lld bytes: expected at most %d, with white space, digits or punctuation "
+        "between "
+        "words: is this a text?",
+        (long long)len, WORD_LIMIT);
+}
+
 TOK_FN int is_space(int c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
+// Of an ASCII character that is no white space: letter, digit, other.
+TOK_FN int ascii_class(int c) {
+    const int lower = c | 32;
+    return lower >= 'a' && lower <= 'z' ? 0 : c >= '0' && c <= '9' ? 1 : 2;
+}
+
 /* The first place at or after `from` where the split certainly ends a word, whatever lies around it:
-   before ASCII white space that comes after another character. n where there is none. */
+   before ASCII white space that comes after another character, and between two ASCII characters of
+   different classes, but for a contraction's. n where there is none. */
 TOK_FN size_t tokenizer_cut(const unsigned char *text, size_t n, size_t from) {
     // the white space beyond ASCII, by its last bytes
     static const char *const wide[] = {"\xc2\x85", "\xc2\xa0", "\xe1\x9a\x80", "\xe2\x80\xa8",
         "\xe2\x80\xa9", "\xe2\x80\xaf", "\xe2\x81\x9f", "\xe3\x80\x80"};
     for (size_t i = from ? from : 1; i < n; i++) {
-        if (!is_space(text[i]) || is_space(text[i - 1])) continue;
-        if (text[i - 1] < 0x80) return i;
+        if (is_space(text[i - 1])) continue;
+        const int ascii = text[i - 1] < 0x80;
+        if (!is_space(text[i])) {
+            if (ascii && text[i] < 0x80 && text[i - 1] != '\'' &&
+                ascii_class(text[i - 1]) != ascii_class(text[i]))
+                return i;
+            continue;
+        }
+        if (ascii) return i;
         int space = i >= 3 && text[i - 3] == 0xe2 && text[i - 2] == 0x80 && text[i - 1] <= 0x8a;
         for (size_t k = 0; k < sizeof wide / sizeof *wide && !space; k++) {
             const size_t len = strlen(wide[k]);
@@ -502,7 +528,7 @@ TOK_FN int encode_piece(Encoder *e, const unsigned char *text, size_t n, Err *er
     size_t at = 0, pending = 0, begin;
     int64_t len;
     while ((len = next_word(e->b, e->match, text, n, &at, &pending, &begin, err)) > 0) {
-        if (len >= UINT32_MAX) return fail(err, "a word of %lld bytes is too long", (long long)len);
+        if (check_word(len, err)) return -1;
         word_encode(e, text + begin, (size_t)len);
     }
     return (int)len;
