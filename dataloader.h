@@ -330,6 +330,7 @@ DATA_FN int data_add_input(Data *d, const char *input, int for_val, const char *
 DATA_FN int data_drop_duplicates(Data *d, Err *err) {
     int kept = 0, dropped = 0, shared = 0;
     char first_dropped[256] = "", first_shared[256] = "";
+    if (!d->n_files) return 0;
     for (int i = 0; i < d->n_files; i++) {
         struct stat st;
         if (stat(d->file[i].path, &st))
