@@ -125,6 +125,13 @@ TOK_FN int spelled_bytes(unsigned char *out, const char *name) {
     return n;
 }
 
+// Room for n bytes in an array of stb_ds, which never fails (tok_realloc).
+TOK_FN char *room_for(char **room, size_t n) {
+    stbds_arrsetlen(*room, n);
+    if (!*room) die(RUN_ERROR, "out of memory for a vocabulary");
+    return *room;
+}
+
 // n bytes spelled in the alphabet; out has room for 2*n + 1.
 TOK_FN void bytes_spelled(char *out, const unsigned char *bytes, size_t n) {
     char one[3];
@@ -614,14 +621,14 @@ TOK_FN int tokenizer_encode(void *ctx, const unsigned char *text, size_t n, int 
 TOK_FN const char *token_name(const Tokenizer *t, int id, char **room) {
     size_t n;
     const unsigned char *bytes = tokenizer_decode(t, id, &n);
-    stbds_arrsetlen(*room, 2 * n + 1);
+    char *name = room_for(room, 2 * n + 1);
     if (t->bpe && t->bpe->special[id]) {
-        memcpy(*room, bytes, n);
-        (*room)[n] = 0;
+        memcpy(name, bytes, n);
+        name[n] = 0;
     } else {
-        bytes_spelled(*room, bytes, n);
+        bytes_spelled(name, bytes, n);
     }
-    return *room;
+    return name;
 }
 
 TOK_FN json_t *added_tokens(const Tokenizer *t) {
@@ -840,10 +847,10 @@ TOK_FN int open_json(Tokenizer *t, const char *path, Err *err) {
         json_decref(root);
         return 0;
     }
-    size_t size = json_object_size(vocab), most = 0;
+    size_t size = json_object_size(vocab);
     const char *key;
     json_t *value;
-    unsigned char *bytes = NULL;
+    char *room = NULL;
     for (size_t i = 0; i < json_array_size(added); i++) { // in the vocabulary too, or beyond it
         key = json_string_value(json_object_get(json_array_get(added, i), "content"));
         size += key && !json_object_get(vocab, key);
@@ -860,10 +867,7 @@ TOK_FN int open_json(Tokenizer *t, const char *path, Err *err) {
         if (id >= 0 && id < t->vocab_size && t->bpe->special[id] && t->bpe->len[id] == n &&
             !memcmp(t->bpe->text + t->bpe->at[id], key, n))
             continue;
-        if (n > most) {
-            most = n;
-            stbds_arrsetlen(bytes, n);
-        }
+        unsigned char *bytes = (unsigned char *)room_for(&room, n + 1);
         const int k = spelled_bytes(bytes, key);
         if (!json_is_integer(value))
             rc = fail(err, "%s: expected a whole number as the id of %s", where, shown(key));
@@ -873,7 +877,7 @@ TOK_FN int open_json(Tokenizer *t, const char *path, Err *err) {
         else
             rc = bpe_set(t, id, bytes, (size_t)k, 0, where, err);
     }
-    stbds_arrfree(bytes);
+    stbds_arrfree(room);
     for (size_t i = 0; i < json_array_size(merges) && !rc; i++)
         rc = json_merge(t, vocab, json_array_get(merges, i), i, where, err);
     if (!rc) find_eot(t, path);
@@ -1050,7 +1054,7 @@ TOK_FN unsigned char *read_whole(const char *path, size_t *size, Err *err) {
 // Reads a tokenizer of any of the three kinds. After a failure there is nothing to free.
 TOK_FN int tokenizer_open(Tokenizer *t, const char *path, Err *err) {
     size_t size;
-    uint32_t magic;
+    uint32_t magic = 0;
     int rc;
     memset(t, 0, sizeof *t);
     unsigned char *text = read_whole(path, &size, err);
