@@ -1,5 +1,5 @@
-/* commands.h: what train_moe does besides training: generate, eval, info, bench,
-   tokenize; and what they share with it.
+/* commands.h: what train_moe does besides training: generate, eval, info, tokenize (bench has a
+   room of its own, bench.h); and what they share with it.
 
    Options is everything that the command line can say; train_moe.c fills it (its table of flags
    says how) and calls one of the command_* functions here, or trains. In order:
@@ -8,7 +8,6 @@
      evaluation: mean cross entropy over the held-out part
      sampling: temperature, top-k, top-p; a Generator feeds a model its own tokens through the cache
      info: parameters, memory by class and FLOPs, before anything is allocated
-     bench: the measured peak of this machine, and what products and training steps reach of it
      tokenize: text to token shards, or to a vocabulary */
 #ifndef COMMANDS_H
 #define COMMANDS_H
@@ -36,7 +35,7 @@ typedef struct Options {
     Paths input, val;
     double val_fraction;
     const char *out, *init, *resume, *preset, *model, *prompt, *vocab;
-    int overwrite, has_resume, tsv, train_vocab;
+    int overwrite, has_resume, tsv, train_vocab, json, tax, growth;
     int64_t shard_tokens;
     double upcycle_noise;
     // the model
@@ -744,101 +743,6 @@ static void command_info(Options *o, const char *folder) {
     printf("memory to train with micro-batches of %d x %d tokens, --recompute %d, %d threads\n",
         o->batch, o->c.seq_len, o->recompute, thread_max());
     print_memory(&m, stdout);
-    model_free(&m);
-}
-
-// -------------------------------------------------------------------------------------------------
-// bench
-
-static int by_value(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-static double median(double *x, int n) {
-    qsort(x, n, sizeof *x, by_value);
-    return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
-}
-
-// GFLOP/s of one product of n^3
-static double product_rate(const Backend *b, int n, int runs) {
-    double rate[32], row[1024];
-    const size_t size = (size_t)n * n * b->param_size;
-    char *a = b->alloc(3 * size);
-    const Config c = {
-        1, n, 1, n, 1, 1, 2, 1, 1, n, 0, 0, n, QK_NORM_NONE, ROUTER_SOFTMAX, 0, 0, 1e4, 1e-6};
-    const ScratchShape shape = {1, n, n, n, 0};
-    void *scratch = b->alloc(b->scratch_bytes(&c, &shape));
-    if (!a || !scratch) die(RUN_ERROR, "no memory for bench");
-    for (size_t i = 0; i < 2 * (size_t)n * n; i += n) {
-        for (int j = 0; j < n; j++) row[j] = counter_uniform(1, 2, i + j) - 0.5;
-        host_to(b, b->param_type, a + i * b->param_size, row, n);
-    }
-    const Mat w = {a + size, b->param_type, NULL, 1, n, n, n, 0};
-    b->linear_forward(a + 2 * size, a, w, n, scratch);
-    for (int i = 0; i < runs; i++) {
-        const double t = now_s();
-        b->linear_forward(a + 2 * size, a, w, n, scratch);
-        b->sync();
-        rate[i] = 2.0 * n * n * n / (now_s() - t) / 1e9;
-    }
-    b->release(a);
-    b->release(scratch);
-    return median(rate, runs);
-}
-
-/* The machine's peak, a product, and training steps of the model that the flags describe, on random
-   tokens. The peak is measured again beside every step, so that a noisy machine moves both. */
-static void command_bench(Options *o) {
-    enum { STEPS = 9, PRODUCTS = 15 };
-    Model m;
-    Err err;
-    char buf[32];
-    double total, active, rate[STEPS], share[STEPS], peaks[STEPS];
-    const int threads = thread_max();
-    open_vocab_size(o);
-    if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
-    model_plan(&m, &o->c, backend_of(o), train_shape(o));
-    check_memory((double)model_bytes(&m), "lower --batch, --seq or the size of the model");
-    print_model(&m, stdout);
-    model_free(&m);
-    model_build(&m, &o->c, backend_of(o), train_shape(o), NULL);
-    model_init(&m, 1);
-    count_parameters(&m.table, &m.c, &total, &active);
-    const double peak = m.b->peak(0.3), product = product_rate(m.b, 1024, PRODUCTS);
-    printf(
-        "peak         %.1f GFLOP/s (independent fp32 multiply-adds, %d threads)\n", peak, threads);
-    printf(
-        "product      %.1f GFLOP/s, %.1f%% of the peak (1024^3)\n", product, 100 * product / peak);
-    const size_t N = (size_t)o->batch * o->c.seq_len;
-    int *x = malloc(2 * N * sizeof *x);
-    if (!x) die(RUN_ERROR, "no memory");
-    for (size_t i = 0; i < 2 * N; i++)
-        x[i] = (int)(counter_hash(7, 0, i) % (uint64_t)o->c.vocab_size);
-    const OptimConfig optim = {
-        o->beta1, o->beta2, 1e-8, o->weight_decay, o->grad_clip, o->optimizer};
-    set_coefficients(&m, o);
-    for (int s = -2; s < STEPS; s++) {
-        const double t = now_s();
-        model_begin_step(&m, s + 3, 1e-4, &optim);
-        model_set_tokens(&m, x, x + N, (int)N);
-        model_forward(&m, o->batch, o->c.seq_len, 0, 1);
-        model_backward(&m, o->batch, o->c.seq_len, 1.0 / (double)N, 1);
-        model_update(&m, &optim);
-        m.b->sync();
-        if (s < 0) continue;
-        rate[s] = (double)N / (now_s() - t);
-        peaks[s] = m.b->peak(0.2);
-        share[s] = 6 * active * rate[s] / 1e9 / peaks[s];
-    }
-    free(x);
-    const double r = median(rate, STEPS);
-    printf("training     %s tok/s in steps of %zu tokens (median of %d): %.1f GFLOP/s = 6 x %.2fM "
-           "active x tok/s\n",
-        human(r, buf), N, STEPS, 6 * active * r / 1e9, active / 1e6);
-    printf("             %.1f%% of the peak measured beside each step (%.1f GFLOP/s); %.1f%% with "
-           "attention counted\n",
-        100 * median(share, STEPS), median(peaks, STEPS),
-        100 * median(share, STEPS) * (2 * active + attention_flops(&o->c)) / (2 * active));
     model_free(&m);
 }
 

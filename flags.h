@@ -7,7 +7,7 @@
 #ifndef FLAGS_H
 #define FLAGS_H
 
-#include "commands.h"
+#include "bench.h" // and commands.h
 
 #include <getopt.h>
 
@@ -134,6 +134,11 @@ static const Flag flags[] = {
     {"seed", LONG, AT(seed), 0, 9e15, TRAIN | GENERATE, "seed of everything random"},
     {"tsv", SWITCH, AT(tsv), 0, 0, INFO | RUN_ONLY,
         "a run's losses, expert loads and experts by text as tables, for data/plot.gp"},
+    {"tax", SWITCH, AT(tax), 0, 0, BENCH,
+        "and models with more, smaller experts beside the dense one of the same active size"},
+    {"growth", SWITCH, AT(growth), 0, 0, BENCH,
+        "and time per token while tokens a step, layers, width or experts grow"},
+    {"json", SWITCH, AT(json), 0, 0, BENCH, "print the tables as JSON"},
     {"profile", SWITCH, AT(profile), 0, 0, TRAIN | RUN_ONLY,
         "print where the time went at the end"},
     {"prompt", TEXT, AT(prompt), -1, 0, GENERATE,

@@ -303,8 +303,10 @@ typedef struct {
     const real *p;
     size_t ld;      // reals from one stored row to the next
     const int *idx; // row gather, or NULL
-    int trans;      // A: stored (k, m) rather than (m, k). B: stored (n, k), not (k, n), no idx
+    int trans;      // A: stored (k, m) rather than (m, k). B: stored (n, k), not (k, n), no idx; or
+                    // GEMM_PACKED: as gemm_pack leaves it, ld = gemm_columns(n), no idx
 } Operand;
+enum { GEMM_PACKED = 2 };
 
 // C(i, j) = sum over k of A(i, k) B(k, j), or C += that sum: C is (m, n), at c[i * ldc + j].
 // A(i, k) = a.p[row(i) * ld + k], transposed a.p[row(k) * ld + i];
@@ -326,9 +328,9 @@ typedef struct {
 #define GEMM_NV 4
 #endif
 #define GEMM_NR         (GEMM_NV * VL)
-#define GEMM_KC         256           // values of k in a block: part of the promise, never tuned
-#define GEMM_NC         384           // columns packed at a time, at most: 384 KiB of floats in L2
-#define GEMM_MA         (8 * GEMM_MR) // rows of a transposed A packed at a time
+#define GEMM_KC         256            // values of k in a block: part of the promise, never tuned
+#define GEMM_NC         384            // columns packed at a time, at most: 384 KiB of floats in L2
+#define GEMM_MA         (16 * GEMM_MR) // rows of A copied at a time: 96 KiB of floats in L2
 #define GEMM_LINE       ((int)(64 / sizeof(real))) // reals in a cache line
 #define GEMM_SPLIT_COLS 256 // a product is cut for more threads down to tiles of this many
 #define GEMM_SPLIT_ROWS 96  // columns and rows; below, packing outweighs the balance
@@ -399,6 +401,25 @@ static void gemm_pack_a(real *out, const Operand *a, int k0, int k, int i0, int 
     }
 }
 
+// A whole B as panels, for products that share it: columns of them, reals of it.
+GEMM_FN size_t gemm_columns(int n) { return (size_t)((n + GEMM_NR - 1) / GEMM_NR * GEMM_NR); }
+GEMM_FN size_t gemm_packed(int k, int n) { return (size_t)k * gemm_columns(n); }
+
+// Packs B (k, n) into out, gemm_packed(k, n) reals: block by block of k, each as gemm_pack_b does.
+GEMM_FN void gemm_pack(real *out, const Operand *b, int k, int n) {
+    for (int k0 = 0; k0 < k; k0 += GEMM_KC)
+        gemm_pack_b(out + (size_t)k0 * gemm_columns(n), b, k0, gemm_min(k - k0, GEMM_KC), 0, n);
+}
+
+// Copies k values of rows i0.. of A, (rows, k), to whole strips of MR rows: past the edge, the last
+// row again.
+static void gemm_copy_a(real *out, const Operand *a, int k0, int k, int i0, int rows) {
+    for (int i = 0; i < rows || i % GEMM_MR; i++) {
+        size_t from = gemm_row(a, i0 + gemm_min(i, rows - 1));
+        memcpy(out + (size_t)i * (size_t)k, a->p + from * a->ld + k0, (size_t)k * sizeof(real));
+    }
+}
+
 // C (MR, NR) = or += a (MR, k) times the packed panel b (k, NR), one block of k. a's rows are `row`
 // reals apart, the values in a row `step`. `first`: C is written without being read.
 static __attribute__((noinline)) void gemm_kernel(
@@ -442,24 +463,36 @@ static void gemm_tile(const Gemm *g, int i0, int i1, int j0, int j1, real *scrat
     for (int k0 = 0; k0 < g->k; k0 += GEMM_KC) {
         int k = gemm_min(g->k - k0, GEMM_KC), first = k0 == 0 && !g->accumulate;
         size_t row = g->a.trans ? 1 : (size_t)k, step = g->a.trans ? GEMM_MR : 1;
-        gemm_pack_b(bp, &g->b, k0, k, j0, j1 - j0);
-        for (int i = i0; i < i1; i += GEMM_MR) {
-            int rows = gemm_min(i1 - i, GEMM_MR), in = (i - i0) % GEMM_MA;
-            const real *a = g->a.trans ? ap + (size_t)in * (size_t)k : ap;
-            if (g->a.trans && in == 0) gemm_pack_a(ap, &g->a, k0, k, i, gemm_min(i1 - i, GEMM_MA));
-            for (int r = 0; r < GEMM_MR && !g->a.trans; r++) { // past the edge, the last row again
-                size_t from = gemm_row(&g->a, i + gemm_min(r, rows - 1));
-                memcpy(ap + r * k, g->a.p + from * g->a.ld + k0, (size_t)k * sizeof(real));
-            }
-            for (int j = j0; j < j1; j += GEMM_NR) {
-                const real *b = bp + (size_t)(j - j0) * (size_t)k;
-                real *c = g->c + (size_t)i * g->ldc + (size_t)j;
-                int cols = gemm_min(j1 - j, GEMM_NR);
-                if (rows == GEMM_MR && cols == GEMM_NR)
-                    gemm_kernel(a, row, step, b, k, c, g->ldc, first);
-                else
-                    gemm_edge(a, row, step, b, k, c, g->ldc, rows, cols, first);
-            }
+        const real *panels = bp;
+        if (g->b.trans == GEMM_PACKED)
+            panels = g->b.p + (size_t)k0 * g->b.ld + (size_t)j0 * (size_t)k;
+        else
+            gemm_pack_b(bp, &g->b, k0, k, j0, j1 - j0);
+        for (int m0 = i0; m0 < i1; m0 += GEMM_MA) {
+            int m1 = gemm_min(m0 + GEMM_MA, i1);
+            if (g->a.trans)
+                gemm_pack_a(ap, &g->a, k0, k, m0, m1 - m0);
+            else
+                gemm_copy_a(ap, &g->a, k0, k, m0, m1 - m0);
+            // a panel of B stays in L1 for all of A's block, or where k is short a strip of A for all
+            // of B's panels: then C is walked along its rows
+            int strips = (m1 - m0 + GEMM_MR - 1) / GEMM_MR,
+                across = (j1 - j0 + GEMM_NR - 1) / GEMM_NR;
+            int outer = k > GEMM_KC / 2 ? across : strips,
+                inner = k > GEMM_KC / 2 ? strips : across;
+            for (int o = 0; o < outer; o++)
+                for (int x = 0; x < inner; x++) {
+                    int i = (k > GEMM_KC / 2 ? x : o) * GEMM_MR,
+                        j = (k > GEMM_KC / 2 ? o : x) * GEMM_NR;
+                    const real *a = ap + (size_t)i * (size_t)k, *b = panels + (size_t)j * (size_t)k;
+                    real *c = g->c + (size_t)(m0 + i) * g->ldc + (size_t)(j0 + j);
+                    int rows = gemm_min(m1 - m0 - i, GEMM_MR),
+                        cols = gemm_min(j1 - j0 - j, GEMM_NR);
+                    if (rows == GEMM_MR && cols == GEMM_NR)
+                        gemm_kernel(a, row, step, b, k, c, g->ldc, first);
+                    else
+                        gemm_edge(a, row, step, b, k, c, g->ldc, rows, cols, first);
+                }
         }
     }
 }

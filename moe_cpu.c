@@ -821,12 +821,51 @@ static inline void clear_tile(real *out, CombineTile t, int C) {
         memset(out + (size_t)r * C + t.c0, 0, (t.c1 - t.c0) * sizeof(real));
 }
 
+/* The weights of all experts as panels, w^T where `trans`, for tiles that share them: those of a
+   tile alone would be packed anew for its few rows. Strips of at most `strip` columns, so that a tile
+   finds its own. */
+typedef struct Panels {
+    const real *p;
+    int k, n, strip;
+} Panels;
+
+static inline int shares_panels(int rows) { return rows > EXPERT_ROWS / 4; }
+static inline size_t panels_size(int k, int n, int strip) { // of one expert, in reals
+    const int whole = n / strip;
+    return (size_t)whole * gemm_packed(k, strip) + gemm_packed(k, n % strip);
+}
+static inline Operand panels_of(const Panels *x, int e, int c0) { // columns c0 .. of expert e
+    const size_t at = (size_t)e * panels_size(x->k, x->n, x->strip) +
+        (size_t)(c0 / x->strip) * gemm_packed(x->k, x->strip);
+    const Operand o = {x->p + at, gemm_columns(min_int(x->strip, x->n - c0)), NULL, GEMM_PACKED};
+    return o;
+}
+
+// Packs them at the start of *scratch, which moves behind them.
+static Panels pack_experts(void **scratch, Mat w, int trans, int E, int strip) {
+    real *out = *scratch;
+    const Panels x = {out, trans ? w.cols : w.rows, trans ? w.rows : w.cols, strip};
+    const int strips = blocks_of(x.n, strip);
+    *scratch =
+        (char *)*scratch + round_up(E * panels_size(x.k, x.n, strip) * sizeof(real), ARENA_ALIGN);
+#pragma omp parallel for schedule(dynamic) if (worth((size_t)E * x.k * x.n))
+    for (int task = 0; task < E * strips; task++) {
+        const int e = task / strips, c0 = task % strips * strip;
+        const real *from = (const real *)w.data + e * w.stride + (trans ? c0 * w.ld : (size_t)c0);
+        const Operand b = {from, w.ld, NULL, trans};
+        gemm_pack((real *)(uintptr_t)panels_of(&x, e, c0).p, &b, x.k, min_int(strip, x.n - c0));
+    }
+    return x;
+}
+
 static void expert_down_forward(
     act_t *out_, const act_t *H_, Mat W2, const Plan *p, int accumulate, void *scratch) {
     real *out = out_;
     const real *H = H_, *weight = p->weight;
     const int C = W2.rows, I = W2.cols, rows = combine_rows(p->rows, C);
     const size_t part = (size_t)EXPERT_ROWS * (I + STRIP) * sizeof(real) + gemm_serial_bytes();
+    Panels panels = {NULL, 0, 0, 0};
+    if (shares_panels(p->rows)) panels = pack_experts(&scratch, W2, 1, p->E, STRIP);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
     for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
@@ -844,6 +883,7 @@ static void expert_down_forward(
                 Gemm g = {{a, I, NULL, 0},
                     {(const real *)W2.data + e * W2.stride + t.c0 * W2.ld, W2.ld, NULL, 1}, y,
                     STRIP, n, t.c1 - t.c0, I, 0};
+                if (panels.p) g.b = panels_of(&panels, e, t.c0);
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
                     real *o = out + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
@@ -880,6 +920,9 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
         (size_t)(EXPERT_ROWS + 1) * I * sizeof(real) + gemm_serial_bytes() + ARENA_ALIGN;
     const int tasks =
         blocks_of(p->offsets[E], EXPERT_ROWS) + E; // an expert's last block may be short
+    void *rest = scratch;
+    Panels panels = {NULL, 0, 0, 0};
+    if (shares_panels(p->rows)) panels = pack_experts(&scratch, W2, 0, E, I);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
     for (int task = 0; task < tasks; task++) {
         int e = 0, block = task; // find the expert: blocks are dealt expert by expert
@@ -896,6 +939,7 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
         Gemm g = {{p->row ? (const real *)dout : (const real *)dout + (size_t)s0 * C, C,
                       plan_rows(p, s0), 0},
             {(const real *)W2.data + e * W2.stride, W2.ld, NULL, 0}, da, I, n, I, C, 0};
+        if (panels.p) g.b = panels_of(&panels, e, 0);
         gemm_serial(&g, mine);
         for (int i = 0; i < n; i++) {
             const size_t s = s0 + i;
@@ -904,14 +948,14 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
             if (dS) dS[s] = ds;
         }
     }
-    Gemm *list = expert_list(&scratch, E);
+    Gemm *list = expert_list(&rest, E);
     for (int e = 0; e < E; e++) {
         const int s0 = p->offsets[e];
         Gemm g = {{dout, C, plan_rows(p, s0), 1}, {sA + (size_t)s0 * I, I, NULL, 0},
             (real *)dW2 + e * W2.stride, W2.ld, C, I, p->offsets[e + 1] - s0, 1};
         list[e] = g;
     }
-    gemm_grouped(list, E, scratch);
+    gemm_grouped(list, E, rest);
 }
 
 static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const act_t *X, Mat W1,
@@ -920,6 +964,9 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
     const real *dH = dH_;
     const int C = W1.cols, I2 = W1.rows, E = p->E, rows = combine_rows(p->rows, C);
     const size_t part = (size_t)EXPERT_ROWS * STRIP * sizeof(real) + gemm_serial_bytes();
+    void *rest = scratch;
+    Panels panels = {NULL, 0, 0, 0};
+    if (shares_panels(p->rows)) panels = pack_experts(&scratch, W1, 0, E, STRIP);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I2))
     for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
@@ -933,6 +980,7 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
                 Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 0},
                     {(const real *)W1.data + e * W1.stride + t.c0, W1.ld, NULL, 0}, y, STRIP, n,
                     t.c1 - t.c0, I2, 0};
+                if (panels.p) g.b = panels_of(&panels, e, t.c0);
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
                     real *d = dX + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
@@ -941,14 +989,14 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
             }
         }
     }
-    Gemm *list = expert_list(&scratch, E);
+    Gemm *list = expert_list(&rest, E);
     for (int e = 0; e < E; e++) {
         const int s0 = p->offsets[e];
         Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 1}, {X, C, plan_rows(p, s0), 0},
             (real *)dW1 + e * W1.stride, W1.ld, I2, C, p->offsets[e + 1] - s0, 1};
         list[e] = g;
     }
-    gemm_grouped(list, E, scratch);
+    gemm_grouped(list, E, rest);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1114,6 +1162,24 @@ static double peak(double seconds) { return fma_peak(thread_max(), seconds); }
 
 static inline size_t largest(size_t a, size_t b) { return a > b ? a : b; }
 
+// Most reals of panels that an expert operation packs: of all experts, of a dense or a shared MLP.
+static size_t expert_panels(const Config *c, int N, int backward) {
+    const struct {
+        int E, I;
+    } mlp[] = {
+        {c->n_experts, c->d_expert}, {1, c->d_shared}, {1, c->dense_layers ? c->d_dense : 0}};
+    size_t most = 0;
+    for (size_t i = 0; i < sizeof mlp / sizeof *mlp && shares_panels(N); i++) {
+        const int C = c->d_model, I = mlp[i].I;
+        if (!I) continue;
+        size_t each = panels_size(I, C, STRIP); // expert_down_forward
+        if (backward)
+            each = largest(each, largest(panels_size(2 * I, C, STRIP), panels_size(C, I, I)));
+        most = largest(most, (size_t)mlp[i].E * each);
+    }
+    return most;
+}
+
 // What each operation takes from the scratch arena, in its own order; the hungriest decides.
 static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
     const size_t N = (size_t)s->B * s->T, E = c->n_experts, threads = thread_max(),
@@ -1139,9 +1205,13 @@ static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
         round_up((E + 1 + s->S_max) * sizeof(int), ARENA_ALIGN) +
             threads * N * sizeof(Candidate)); // plan_select
     need = largest(need, list + gemm);        // expert products
-    need = largest(need, EACH_THREAD(EXPERT_ROWS * (width + STRIP) * r + serial)); // combine
+    const size_t panels = round_up(expert_panels(c, (int)N, s->backward) * r, ARENA_ALIGN);
+    need =
+        largest(need, panels + EACH_THREAD(EXPERT_ROWS * (width + STRIP) * r + serial)); // combine
     need = largest(need,
-        EACH_THREAD((EXPERT_ROWS + 1) * width * r + serial + ARENA_ALIGN)); // expert_down_backward
+        panels +
+            EACH_THREAD(
+                (EXPERT_ROWS + 1) * width * r + serial + ARENA_ALIGN)); // expert_down_backward
     need = largest(need,
         round_up((size_t)min_int(classifier_chunk(c->vocab_size), (int)N) * c->vocab_size * r,
             ARENA_ALIGN) +
