@@ -310,8 +310,8 @@ typedef struct CacheSlot {
 // What one thread needs to encode.
 typedef struct Encoder {
     const Bpe *b;
-    CacheSlot *cache;
-    uint32_t *out; // the tokens so far
+    CacheSlot *cache; // NULL: none
+    uint32_t *out;    // the tokens so far
     // of one word: a list of symbols, linked by position
     uint32_t *symbol, *rank, *next, *prev;
     uint64_t *heap; // rank << 32 | position of the left one, lowest first
@@ -426,7 +426,7 @@ TOK_FN void word_encode(Encoder *e, const unsigned char *text, size_t n) {
         merge_long(e, text, (uint32_t)n);
         return;
     }
-    if (n <= CACHED) {
+    if (n <= CACHED && e->cache) {
         memcpy(key, text, n);
         uint64_t h = (key[0] ^ n) * 0x9e3779b97f4a7c15u;
         h = ((h ^ h >> 32) + key[1]) * 0xbf58476d1ce4e5b9u;
@@ -969,10 +969,11 @@ TOK_FN int bpe_derive(Tokenizer *t, const char *where, Err *err) {
         if (t->bpe->of_byte[i] == TOK_NONE)
             return fail(err, "%s: expected a token for every byte, found none for %d", where, i);
     if (encoder_open(&e, t->bpe)) rc = fail(err, "%s: out of memory", where);
+    free(e.cache); // a word seen before has other tokens after the next merge
+    e.cache = NULL;
     for (int i = 0; i < t->vocab_size && !rc; i++) {
         const unsigned char *bytes = t->bpe->text + t->bpe->at[i];
         if (t->bpe->special[i] || t->bpe->len[i] < 2) continue;
-        memset(e.cache, 0, t->bpe->len[i] <= 16 ? CACHE_SLOTS * sizeof *e.cache : 0);
         stbds_arrsetlen(e.out, 0);
         word_encode(&e, bytes, t->bpe->len[i]);
         if (stbds_arrlenu(e.out) != 2)
