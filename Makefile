@@ -56,7 +56,8 @@ ifneq ($(call on,$(SAN)),)
 MODE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 endif
 
-.PHONY: all programs plot lint fuzz fuzz-run train train-run test test-run deps deps-all format clean help FORCE
+.PHONY: all programs plot lint fuzz fuzz-run train train-run test test-run deps deps-all format \
+    clean help FORCE
 all:
 
 # ---- probes --------------------------------------------------------------------------------------

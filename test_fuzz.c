@@ -14,7 +14,7 @@
    Refused: one line that names the file. A crash, a report of a sanitizer, a hang and memory taken
    on the word of a file are findings too.
 
-   It is compiled in two ways. With -DFUZZ_TARGET=fuzz_config, and clang's -fsanitize=fuzzer, it is a
+   It is compiled in two ways. With -DFUZZ_TARGET=fuzz_config and clang's -fsanitize=fuzzer it is a
    libFuzzer program: `make fuzz FUZZ_S=60`. Otherwise it is a test like the others: ./test_fuzz
    gives each target the files of data/fuzz/TARGET, then a few thousand changes of them, the same
    ones every time; each target in a process of its own, so that a crash is a failure with the name

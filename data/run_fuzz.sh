@@ -9,8 +9,8 @@
 #
 # A finding is anything that test_fuzz.c refuses, a report of a sanitizer, a leak, more than 10
 # seconds, or a single piece of memory above 16 MB. No reader needs as much for a file of 8 KB: what
-# it takes follows from the file's size, at most some 100 bytes for a byte of JSON; the largest piece
-# is the 2 MB in which an encoder remembers words.
+# it takes follows from the file's size, at most some 100 bytes for a byte of JSON; the largest
+# piece is the 2 MB in which an encoder remembers words.
 set -uo pipefail
 export LC_ALL=C OMP_NUM_THREADS=1
 cd "$(dirname "$0")/.." || exit 1
