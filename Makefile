@@ -1,6 +1,6 @@
 # Builds train_moe (the trainer and its other commands) and its tests: test_moe (what it computes),
 # test_golden (the same beside transformers), test_files (what it reads and writes), test_tokens
-# (text to tokens). `make help` lists the targets.
+# (text to tokens), test_fuzz (hostile files). `make help` lists the targets.
 #
 # Objects and programs live in build/NAME, one folder for each compiler and set of flags, so that
 # builds never mix: build/cc, build/clang, build/cc-san, build/cc-portable. The programs are linked
@@ -18,6 +18,7 @@ SAN      ?=# 1: address and undefined-behaviour sanitizers
 OPENMP   ?= 1# 0: build without, even where it is there
 PCRE2    ?= 1# the same
 TEXT     ?=# a text file or folder for `make train`, instead of the fetched texts
+FUZZ_S   ?= 60# seconds of `make fuzz` for each target
 
 # The same bits from gcc and clang, at any optimisation level: no contraction of a*b+c (gemm.h asks
 # for fused multiply-adds where it wants them), nothing from the -ffast-math family.
@@ -55,7 +56,8 @@ ifneq ($(call on,$(SAN)),)
 MODE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 endif
 
-.PHONY: all programs plot lint train train-run test test-run deps deps-all format clean help FORCE
+.PHONY: all programs plot lint fuzz fuzz-run train train-run test test-run deps deps-all format \
+    clean help FORCE
 all:
 
 # ---- probes --------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ $(CONFIG): Makefile
 	} >$@.part && mv $@.part $@
 
 # Goals that work on a machine where the probes would fail.
-UNCONFIGURED := train test deps deps-all lint format clean help
+UNCONFIGURED := train test fuzz deps deps-all lint format clean help
 ifneq ($(filter-out $(UNCONFIGURED),$(or $(MAKECMDGOALS),all)),)
 include $(CONFIG)
 endif
@@ -118,10 +120,11 @@ DISPATCH := -DMOE_DISPATCH
 endif
 endif
 
-PROGRAMS := $(B)/train_moe $(B)/test_moe $(B)/test_golden $(B)/test_files $(B)/test_tokens
+TESTS    := test_moe test_golden test_files test_tokens test_fuzz
+PROGRAMS := $(B)/train_moe $(TESTS:%=$(B)/%)
 # The root's programs are links to the last build that `make` made; a sanitizer build never takes
 # their place, nor does `make test` with settings of its own.
-ROOT := $(if $(call on,$(SAN)),,train_moe test_moe test_golden test_files test_tokens)
+ROOT := $(if $(call on,$(SAN)),,train_moe $(TESTS))
 
 # `make programs` builds without touching the root: for scripts that build a second time.
 all: programs $(ROOT)
@@ -139,6 +142,8 @@ $(B)/test_files: $(B)/test_files.o
 	$(LINK)
 $(B)/test_tokens: $(B)/test_tokens.o
 	$(LINK)
+$(B)/test_fuzz: $(B)/test_fuzz.o
+	$(LINK)
 
 $(B)/%.o: %.c $(CONFIG)
 	$(COMPILE) $(DISPATCH) -c $< -o $@
@@ -152,7 +157,7 @@ $(B)/moe_avx512.o: moe_cpu.c $(CONFIG)
 	$(COMPILE) -mavx512f -mavx512vl -mavx512dq -mavx512bw -mavx2 -mfma \
 	    -Dbackend_cpu=backend_avx512 -c $< -o $@
 
-train_moe test_moe test_golden test_files test_tokens: %: FORCE $(B)/%
+train_moe $(TESTS): %: FORCE $(B)/%
 	@[ "$$(readlink $@)" = $(B)/$@ ] || ln -sfn $(B)/$@ $@
 
 -include $(wildcard $(B)/*.d)
@@ -170,8 +175,28 @@ test: deps
 test-run: programs $(if $(filter cc,$(NAME)),$(ROOT))
 	@env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL CC='$(CC)' MAKE='$(MAKE)' SAN='$(SAN)' \
 	    TRAIN='$(CURDIR)/$(B)/train_moe' TEST='$(CURDIR)/$(B)/test_moe' \
-	    bash data/run_tests.sh $(B)/test_moe $(B)/test_golden $(B)/test_files $(B)/test_tokens \
-	    $(wildcard data/test_*.sh)
+	    bash data/run_tests.sh $(TESTS:%=$(B)/%) $(wildcard data/test_*.sh)
+
+# ---- hostile files -------------------------------------------------------------------------------
+# test_fuzz.c once for each target, with libFuzzer and the sanitizers, which need clang; one thread.
+# make's own exit status is 2 for a finding too; that of data/run_fuzz.sh is 1.
+FUZZ_CC := $(if $(findstring clang,$(CC)),$(CC),clang)
+FUZZ    := $(patsubst %,$(B)/fuzz_%,safetensors config tokenizer shard)
+fuzz:
+	@stop() { echo "fuzz: $$*" >&2; exit 2; }; \
+	command -v $(firstword $(FUZZ_CC)) >/dev/null || \
+	    stop 'no $(FUZZ_CC) here, which libFuzzer comes with: make deps-all installs it'; \
+	tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	echo 'int LLVMFuzzerTestOneInput(const char *p, long n) { return !p && n; }' >"$$tmp/probe.c"; \
+	$(FUZZ_CC) -fsanitize=fuzzer,address,undefined "$$tmp/probe.c" -o "$$tmp/probe" \
+	    >"$$tmp/log" 2>&1 || { tail -n 1 "$$tmp/log" >&2; \
+	    stop '$(FUZZ_CC) has no libFuzzer here (libclang-rt-dev, compiler-rt): make deps-all'; }
+	@$(MAKE) CC='$(FUZZ_CC)' SAN=1 fuzz-run
+fuzz-run: $(FUZZ)
+	@FUZZ_S='$(FUZZ_S)' bash data/run_fuzz.sh $(FUZZ)
+$(FUZZ): $(B)/fuzz_%: test_fuzz.c $(CONFIG)
+	$(filter-out -fopenmp,$(COMPILE)) -Wno-unknown-pragmas -fsanitize=fuzzer \
+	    -DFUZZ_TARGET=fuzz_$* $< -o $@ $(LDFLAGS) $(LIBS)
 
 # ---- packages ------------------------------------------------------------------------------------
 # `need DEBIAN FEDORA ARCH HOMEBREW`: the names of one package, "-" where there is none.
@@ -263,7 +288,7 @@ lint:
 format:
 	clang-format -i $(wildcard *.c *.h)
 clean:
-	rm -rf build train_moe test_moe test_golden test_files test_tokens
+	rm -rf build train_moe $(TESTS)
 help:
 	@echo 'make              build train_moe and its tests'
 	@echo 'make train        get what is missing, build, train a small model on real text (TEXT=PATH)'
@@ -271,6 +296,7 @@ help:
 	@echo 'make deps         install the libraries needed (apt; elsewhere prints their names)'
 	@echo 'make deps-all     and what is optional: clang, an ARM compiler and emulator, gnuplot'
 	@echo 'make plot         pictures of a run (RUN=out/tiny-1), with gnuplot'
+	@echo 'make fuzz         hostile files for every reader, FUZZ_S=60 seconds each (clang)'
 	@echo 'make lint         cppcheck, clang-tidy and clang-format, which must find nothing'
 	@echo 'make format       clang-format on every source'
 	@echo 'make clean        remove what was built (never out/ or data/text/)'

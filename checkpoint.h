@@ -1115,6 +1115,8 @@ CKPT_FN int config_read(Config *c, const char *folder, Err *err) {
         const json_t *shared = json_object_get(root, "shared_expert_intermediate_size");
         if (!json_is_off(shared))
             c->d_shared = config_int(&f, "shared_expert_intermediate_size", -1);
+        config_refuse(&f, !moe && c->d_shared, "shared_expert_intermediate_size, no num_experts");
+        config_refuse(&f, !moe && c->router, "scoring_func other than softmax, no num_experts");
     }
     c->tied = config_bool(&f, "tie_word_embeddings", 0);
     c->norm_eps = config_real(&f, root, "rms_norm_eps", a->norm_eps);

@@ -18,7 +18,7 @@ static char check_name[128], check_failed[1400], check_measured[256];
 static Err err;
 static void (*at_begin)(void), (*at_finish)(void); // what a program adds to every check, or NULL
 
-__attribute__((format(printf, 1, 2))) static int begin(const char *fmt, ...) {
+__attribute__((format(printf, 1, 2), unused)) static int begin(const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(check_name, sizeof check_name, fmt, ap);
@@ -40,7 +40,7 @@ __attribute__((format(printf, 2, 3))) static void check(int ok, const char *fmt,
     va_end(ap);
 }
 
-static void finish(void) {
+TEST_FN void finish(void) {
     if (at_finish) at_finish();
     failures += check_failed[0] != 0;
     if (check_failed[0])

@@ -242,6 +242,29 @@ TOK_FN int bpe_merge(
     return 0;
 }
 
+/* The bytes of one token, *n of them; a special token's are its name. NULL and 0 for an id that is
+   not in the vocabulary. */
+TOK_FN const unsigned char *tokenizer_decode(const Tokenizer *t, int token, size_t *n) {
+    *n = 0;
+    if (token < 0 || token >= t->vocab_size) return NULL;
+    *n = t->bpe ? t->bpe->len[token] : 1;
+    return t->bpe ? t->bpe->text + t->bpe->at[token] : &t->byte[token];
+}
+
+// The name of a token in tokenizer.json: spelled, or as it is if special. Valid until the next call.
+TOK_FN const char *token_name(const Tokenizer *t, int id, char **room) {
+    size_t n;
+    const unsigned char *bytes = tokenizer_decode(t, id, &n);
+    char *name = room_for(room, 2 * n + 1);
+    if (t->bpe && t->bpe->special[id]) {
+        memcpy(name, bytes, n);
+        name[n] = 0;
+    } else {
+        bytes_spelled(name, bytes, n);
+    }
+    return name;
+}
+
 /* GPT-2's pattern, the white space of Unicode spelled out (PCRE2's \s has one character more, U+180E):
    contractions; letters, digits, other characters, each with one space before if there is one; white
    space, of which the last before a word is left to it. Letters and digits are those of the Unicode
@@ -250,6 +273,35 @@ TOK_FN int bpe_merge(
 #define TOK_SPLIT                                                                           \
     "'(?:s|t|re|ve|m|ll|d)| ?\\p{L}+| ?\\p{N}+| ?[^" TOK_SPACE "\\p{L}\\p{N}]+|[" TOK_SPACE \
     "]+(?![^" TOK_SPACE "])|[" TOK_SPACE "]+"
+
+/* tokenizer.json has ids by name, and text in UTF-8: so that a vocabulary of any file can be saved,
+   the name of a special token must be such text, and of no other token. */
+TOK_FN int bpe_names(const Tokenizer *t, const char *where, Err *err) {
+    json_t *special = json_object();
+    char *room = NULL;
+    int rc = special ? 0 : fail(err, "%s: out of memory for names", where);
+    for (int i = 0; i < t->vocab_size && !rc; i++) {
+        if (!t->bpe->special[i]) continue;
+        const char *name = token_name(t, i, &room);
+        if (json_object_get(special, name))
+            rc = fail(err, "%s: expected a name for each special token, found %s twice", where,
+                shown(name));
+        else if (strlen(name) != t->bpe->len[i] ||
+            json_object_set_new(special, name, json_integer(i)))
+            rc = fail(err, "%s: expected text as the special token %d, found other bytes: %s",
+                where, i, shown(name));
+    }
+    for (int i = 0; i < t->vocab_size && json_object_size(special) && !rc; i++) {
+        if (t->bpe->special[i]) continue;
+        const char *name = token_name(t, i, &room);
+        if (json_object_get(special, name))
+            rc = fail(err, "%s: expected a name for each token, found %s for %d and a special one",
+                where, shown(name), i);
+    }
+    json_decref(special);
+    stbds_arrfree(room);
+    return rc;
+}
 
 // The last step of every way to a vocabulary: is it whole? Makes it ready to encode.
 TOK_FN int bpe_end(Tokenizer *t, const char *where, Err *err) {
@@ -261,6 +313,7 @@ TOK_FN int bpe_end(Tokenizer *t, const char *where, Err *err) {
     for (int i = 0; i < 256; i++)
         if (b->of_byte[i] == TOK_NONE)
             return fail(err, "%s: expected a token for every byte, found none for %d", where, i);
+    if (bpe_names(t, where, err)) return -1;
 #ifdef USE_PCRE2
     int code;
     PCRE2_SIZE at;
@@ -277,15 +330,6 @@ TOK_FN int bpe_end(Tokenizer *t, const char *where, Err *err) {
         "(Debian, Ubuntu: apt-get install libpcre2-dev), then make clean && make",
         where);
 #endif
-}
-
-/* The bytes of one token, *n of them; a special token's are its name. NULL and 0 for an id that is
-   not in the vocabulary. */
-TOK_FN const unsigned char *tokenizer_decode(const Tokenizer *t, int token, size_t *n) {
-    *n = 0;
-    if (token < 0 || token >= t->vocab_size) return NULL;
-    *n = t->bpe ? t->bpe->len[token] : 1;
-    return t->bpe ? t->bpe->text + t->bpe->at[token] : &t->byte[token];
 }
 
 // How many bytes of text a token stands for: a special one for none.
@@ -310,8 +354,8 @@ typedef struct CacheSlot {
 // What one thread needs to encode.
 typedef struct Encoder {
     const Bpe *b;
-    CacheSlot *cache;
-    uint32_t *out; // the tokens so far
+    CacheSlot *cache; // NULL: none
+    uint32_t *out;    // the tokens so far
     // of one word: a list of symbols, linked by position
     uint32_t *symbol, *rank, *next, *prev;
     uint64_t *heap; // rank << 32 | position of the left one, lowest first
@@ -426,7 +470,7 @@ TOK_FN void word_encode(Encoder *e, const unsigned char *text, size_t n) {
         merge_long(e, text, (uint32_t)n);
         return;
     }
-    if (n <= CACHED) {
+    if (n <= CACHED && e->cache) {
         memcpy(key, text, n);
         uint64_t h = (key[0] ^ n) * 0x9e3779b97f4a7c15u;
         h = ((h ^ h >> 32) + key[1]) * 0xbf58476d1ce4e5b9u;
@@ -616,20 +660,6 @@ TOK_FN int tokenizer_encode(void *ctx, const unsigned char *text, size_t n, int 
 
 // -------------------------------------------------------------------------------------------------
 // files
-
-// The name of a token in tokenizer.json: spelled, or as it is if special. Valid until the next call.
-TOK_FN const char *token_name(const Tokenizer *t, int id, char **room) {
-    size_t n;
-    const unsigned char *bytes = tokenizer_decode(t, id, &n);
-    char *name = room_for(room, 2 * n + 1);
-    if (t->bpe && t->bpe->special[id]) {
-        memcpy(name, bytes, n);
-        name[n] = 0;
-    } else {
-        bytes_spelled(name, bytes, n);
-    }
-    return name;
-}
 
 TOK_FN json_t *added_tokens(const Tokenizer *t) {
     json_t *added = json_array();
@@ -969,10 +999,11 @@ TOK_FN int bpe_derive(Tokenizer *t, const char *where, Err *err) {
         if (t->bpe->of_byte[i] == TOK_NONE)
             return fail(err, "%s: expected a token for every byte, found none for %d", where, i);
     if (encoder_open(&e, t->bpe)) rc = fail(err, "%s: out of memory", where);
+    free(e.cache); // a word seen before has other tokens after the next merge
+    e.cache = NULL;
     for (int i = 0; i < t->vocab_size && !rc; i++) {
         const unsigned char *bytes = t->bpe->text + t->bpe->at[i];
         if (t->bpe->special[i] || t->bpe->len[i] < 2) continue;
-        memset(e.cache, 0, t->bpe->len[i] <= 16 ? CACHE_SLOTS * sizeof *e.cache : 0);
         stbds_arrsetlen(e.out, 0);
         word_encode(&e, bytes, t->bpe->len[i]);
         if (stbds_arrlenu(e.out) != 2)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The test program and every command under the address and undefined-behaviour sanitizers.
+# The test programs and every command under the address and undefined-behaviour sanitizers.
 # No report may come.
 # `make SAN=1 test` runs all tests that way; this is the short form that is part of `make test`.
 . "$(dirname "$0")/testing.sh"
@@ -64,14 +64,15 @@ commands() {
     cp "$work/text" o/latest/config.json
     run 2 "$san" info --model o/latest
 }
-tests() {
-    [ -e "$root/test_moe.c" ] || skip "no test_moe.c"
-    program "$1" test_moe
-    "$san" >out 2>stderr ||
+tests() { # COMPILER PROGRAM
+    [ -e "$root/$2.c" ] || skip "no $2.c"
+    program "$1" "$2"
+    FUZZ="$root/data/fuzz" "$san" >out 2>stderr ||
         no "exit status $?: $(grep -E 'Sanitizer|runtime error|^FAIL' out stderr | head -n 1)"
     ! grep -E '^FAIL' out || no "$(grep '^FAIL' out | head -n 1)"
-    grep -q '^ok ' out || no "test_moe tried nothing"
+    grep -q '^ok ' out || no "$2 tried nothing"
 }
 check sanitizers/commands commands "$CC"
-check sanitizers/test_moe tests "$CC"
+check sanitizers/test_moe tests "$CC" test_moe
+check sanitizers/test_fuzz tests "$CC" test_fuzz
 [ "$CC" = clang ] || check sanitizers/clang_commands commands clang
