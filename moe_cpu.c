@@ -187,6 +187,44 @@ static inline QkGroups qk_groups(int heads, int head_dim, int qk_norm) {
     return g;
 }
 
+/* One head: u * r * w (w NULL: u), then pairs (i, i + half) turned by their angles. rope: half cosines,
+   half sines. */
+static inline void rotate_head(
+    real *out, const real *u, const real *w, real r, const real *rope, int half) {
+    for (int i = 0; i < half; i += VL) {
+        const int left = half - i;
+        vreal lo = vload(u + i, left), hi = vload(u + half + i, left);
+        const vreal c = vload(rope + i, left), s = vload(rope + half + i, left);
+        if (w) {
+            lo = lo * vset(r) * vload(w + i, left);
+            hi = hi * vset(r) * vload(w + half + i, left);
+        }
+        vstore(out + i, lo * c - hi * s, left);
+        vstore(out + half + i, hi * c + lo * s, left);
+    }
+}
+// Turns a gradient back.
+static inline void unrotate_head(real *dx, const real *d, const real *rope, int half) {
+    for (int i = 0; i < half; i += VL) {
+        const int left = half - i;
+        const vreal lo = vload(d + i, left), hi = vload(d + half + i, left);
+        const vreal c = vload(rope + i, left), s = vload(rope + half + i, left);
+        vstore(dx + i, lo * c + hi * s, left);
+        vstore(dx + half + i, hi * c - lo * s, left);
+    }
+}
+/* The norm's backward pass in place: dw += dx * xhat, dx = r * (dx * w - xhat * mean), with xhat =
+   x * r and mean = r * mean of dx * w * x. */
+static inline void unnorm_group(real *dx, real *dw, const real *x, const real *w, real r, int n) {
+    const real mean = dot3(dx, w, x, n) * r / n;
+    for (int i = 0; i < n; i += VL) {
+        const int left = n - i;
+        const vreal d = vload(dx + i, left), xhat = vload(x + i, left) * vset(r);
+        vstore(dw + i, vload(dw + i, left) + d * xhat, left);
+        vstore(dx + i, vset(r) * (d * vload(w + i, left) - xhat * vset(mean)), left);
+    }
+}
+
 static void qk_rope_forward(act_t *q_, act_t *k_, act_t *v_, stat_t *rstd_, const act_t *qkv_,
     const param_t *q_weight, const param_t *k_weight, const stat_t *rope_, Attn a) {
     const int hd = a.head_dim, half = hd / 2, N = a.B * a.T;
@@ -212,7 +250,6 @@ static void qk_rope_forward(act_t *q_, act_t *k_, act_t *v_, stat_t *rstd_, cons
                 for (int h = 0; h < s.width / hd; h++) {
                     const int head = g * (s.width / hd) + h;
                     const real *u = x + h * hd, *w = weight ? weight + h * hd : NULL;
-                    const real *c = rope + (size_t)pos * hd, *sn = c + half;
                     real *out = is_k
                         ? (real *)k_ + (((size_t)b * a.n_kv_heads + head) * a.cache_len + pos) * hd
                         : (real *)q_ + (((size_t)b * a.n_heads + head) * a.T + t) * hd;
@@ -220,12 +257,7 @@ static void qk_rope_forward(act_t *q_, act_t *k_, act_t *v_, stat_t *rstd_, cons
                         if (!is_k) memset(out, 0, hd * sizeof(real));
                         continue;
                     }
-                    for (int i = 0; i < half; i++) {
-                        real lo = w ? u[i] * r * w[i] : u[i],
-                             hi = w ? u[i + half] * r * w[i + half] : u[i + half];
-                        out[i] = lo * c[i] - hi * sn[i];
-                        out[i + half] = hi * c[i] + lo * sn[i];
-                    }
+                    rotate_head(out, u, w, r, rope + (size_t)pos * hd, half);
                 }
             }
         }
@@ -263,22 +295,12 @@ static void qk_rope_backward(act_t *dqkv_, grad_t *dq_weight, grad_t *dk_weight,
                 for (int g = 0; g < s.groups; g++, x += s.width, dx += s.width) {
                     for (int h = 0; h < s.width / hd; h++) { // rotate back
                         const int head = g * (s.width / hd) + h;
-                        const real *c = rope + (size_t)t * hd, *sn = c + half;
                         const real *d = is_k
                             ? (const real *)dk + (((size_t)b * a.n_kv_heads + head) * a.T + t) * hd
                             : (const real *)dq + (((size_t)b * a.n_heads + head) * a.T + t) * hd;
-                        for (int i = 0; i < half; i++) {
-                            dx[h * hd + i] = d[i] * c[i] + d[i + half] * sn[i];
-                            dx[h * hd + i + half] = d[i + half] * c[i] - d[i] * sn[i];
-                        }
+                        unrotate_head(dx + h * hd, d, rope + (size_t)t * hd, half);
                     }
-                    if (!normed) continue;
-                    const real r = *rstd++;
-                    const real mean = dot3(dx, w, x, s.width) * r / s.width;
-                    for (int i = 0; i < s.width; i++) {
-                        dw[i] += dx[i] * (x[i] * r);
-                        dx[i] = r * (dx[i] * w[i] - x[i] * r * mean);
-                    }
+                    if (normed) unnorm_group(dx, dw, x, w, *rstd++, s.width);
                 }
             }
             for (int h = 0; h < a.n_kv_heads; h++)
