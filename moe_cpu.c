@@ -32,7 +32,8 @@ enum {
     ROUTER_BLOCK = 64, // likewise for the router's means
     KEY_BLOCK = 64,    // attention walks the keys in blocks of this size, from key 0
     QUERY_BLOCK = 256, // queries that share a packed key block
-    EXPERT_ROWS = 256, // slots of an expert that share a packed weight
+    EXPERT_ROWS = 96,  // slots of an expert whose SwiGLU or output is in cache at a time
+    TILE_ROWS = 64,    // a combine tile has at least so many source rows
     STRIP = 512,       // columns of a combine tile
     PIECES = 16,       // a tensor is cut into this many pieces for the norm and the update
     COLUMNS = 32       // columns that one task of a column sum owns
@@ -816,7 +817,7 @@ static inline int combine_rows(
     int R, int C) { // rows of a tile: enough tiles for all threads, else as many as can be
     const int strips = blocks_of(C, STRIP), want = 4 * thread_max();
     const int per = blocks_of(R, max_int(1, blocks_of(want, strips)));
-    return max_int(64, min_int(per, 4 * EXPERT_ROWS));
+    return max_int(TILE_ROWS, min_int(per, 16 * TILE_ROWS));
 }
 static inline CombineTile combine_tile(int task, int rows, int R, int C) {
     const int strips = blocks_of(C, STRIP);
@@ -851,7 +852,7 @@ typedef struct Panels {
     int k, n, strip;
 } Panels;
 
-static inline int shares_panels(int rows) { return rows > EXPERT_ROWS / 4; }
+static inline int shares_panels(int rows) { return rows > TILE_ROWS; }
 static inline size_t panels_size(int k, int n, int strip) { // of one expert, in reals
     const int whole = n / strip;
     return (size_t)whole * gemm_packed(k, strip) + gemm_packed(k, n % strip);
@@ -891,6 +892,7 @@ static void expert_down_forward(
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
     for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
+        const int ld = t.c1 - t.c0;
         real *a = my_part(scratch, part), *y = a + (size_t)EXPERT_ROWS * I;
         void *pack = y + EXPERT_ROWS * STRIP;
         if (!accumulate) clear_tile(out, t, C);
@@ -903,14 +905,14 @@ static void expert_down_forward(
                     swiglu(a + (size_t)i * I, h, h + I, I);
                 }
                 Gemm g = {{a, I, NULL, 0},
-                    {(const real *)W2.data + e * W2.stride + t.c0 * W2.ld, W2.ld, NULL, 1}, y,
-                    STRIP, n, t.c1 - t.c0, I, 0};
+                    {(const real *)W2.data + e * W2.stride + t.c0 * W2.ld, W2.ld, NULL, 1}, y, ld,
+                    n, ld, I, 0};
                 if (panels.p) g.b = panels_of(&panels, e, t.c0);
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
                     real *o = out + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
-                    const real w = weight ? weight[s0 + i] : 1, *yi = y + i * STRIP;
-                    for (int c = 0; c < t.c1 - t.c0; c++) o[c] += w * yi[c];
+                    const real w = weight ? weight[s0 + i] : 1, *yi = y + (size_t)i * ld;
+                    for (int c = 0; c < ld; c++) o[c] += w * yi[c];
                 }
             }
         }
@@ -920,17 +922,20 @@ static void expert_down_forward(
 /* One row of the SwiGLU backward. da' is scaled by the combine weight w; returns dS = <da', a>.
      da = w da',  dg = da u (sig + silu(g) (1 - sig)),  du = da silu(g),  sa = w a */
 static inline real swiglu_backward(
-    real *dh, real *sa, real *a, const real *da, const real *h, real weight, int I) {
-    for (int i = 0; i < I; i += VL) {
-        const int left = I - i;
-        const vreal g = vload(h + i, left), u = vload(h + I + i, left), w = vset(weight);
-        const vreal d = vload(da + i, left) * w, sig = sigmoid(g), silu = g * sig;
-        vstore(a + i, silu * u, left);
-        vstore(sa + i, w * (silu * u), left);
-        vstore(dh + i, d * u * (sig + silu * (vset(1) - sig)), left);
-        vstore(dh + I + i, d * silu, left);
-    }
-    return dot(da, a, I);
+    real *dh, real *sa, const real *da, const real *h, real weight, int I) {
+    vreal dS[LANES * sizeof(real) / GEMM_VBYTES]; // in the lanes of dot
+    memset(dS, 0, sizeof dS);
+    for (int i0 = 0; i0 < I; i0 += LANES)
+        for (int v = 0; v < LANES / VL; v++) {
+            const int i = i0 + v * VL, left = I - i;
+            const vreal g = vload(h + i, left), u = vload(h + I + i, left), w = vset(weight);
+            const vreal d0 = vload(da + i, left), d = d0 * w, sig = sigmoid(g), silu = g * sig;
+            dS[v] = vfma(d0, silu * u, dS[v]);
+            vstore(sa + i, w * (silu * u), left);
+            vstore(dh + i, d * u * (sig + silu * (vset(1) - sig)), left);
+            vstore(dh + I + i, d * silu, left);
+        }
+    return lanes_sum(dS);
 }
 
 static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW2,
@@ -938,8 +943,7 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
     real *dH = dH_, *sA = sA_, *dS = dS_;
     const real *H = H_, *weight = p->weight;
     const int C = W2.rows, I = W2.cols, E = p->E;
-    const size_t part =
-        (size_t)(EXPERT_ROWS + 1) * I * sizeof(real) + gemm_serial_bytes() + ARENA_ALIGN;
+    const size_t part = (size_t)EXPERT_ROWS * I * sizeof(real) + gemm_serial_bytes() + ARENA_ALIGN;
     const int tasks =
         blocks_of(p->offsets[E], EXPERT_ROWS) + E; // an expert's last block may be short
     void *rest = scratch;
@@ -957,7 +961,7 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
         const int s0 = p->offsets[e] + block * EXPERT_ROWS,
                   n = min_int(EXPERT_ROWS, p->offsets[e + 1] - s0);
         char *mine = my_part(scratch, part);
-        real *da = (real *)(mine + gemm_serial_bytes()), *a = da + (size_t)EXPERT_ROWS * I;
+        real *da = (real *)(mine + gemm_serial_bytes());
         Gemm g = {{p->row ? (const real *)dout : (const real *)dout + (size_t)s0 * C, C,
                       plan_rows(p, s0), 0},
             {(const real *)W2.data + e * W2.stride, W2.ld, NULL, 0}, da, I, n, I, C, 0};
@@ -965,7 +969,7 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
         gemm_serial(&g, mine);
         for (int i = 0; i < n; i++) {
             const size_t s = s0 + i;
-            const real ds = swiglu_backward(dH + s * 2 * I, sA + s * I, a, da + (size_t)i * I,
+            const real ds = swiglu_backward(dH + s * 2 * I, sA + s * I, da + (size_t)i * I,
                 H + s * 2 * I, weight ? weight[s] : 1, I);
             if (dS) dS[s] = ds;
         }
@@ -992,6 +996,7 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I2))
     for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
+        const int ld = t.c1 - t.c0;
         real *y = my_part(scratch, part);
         void *pack = y + EXPERT_ROWS * STRIP;
         if (!accumulate) clear_tile(dX, t, C);
@@ -1000,13 +1005,13 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
             for (int s0 = first_slot(p, e, t.r0); s0 < end; s0 += EXPERT_ROWS) {
                 const int n = min_int(EXPERT_ROWS, end - s0);
                 Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 0},
-                    {(const real *)W1.data + e * W1.stride + t.c0, W1.ld, NULL, 0}, y, STRIP, n,
-                    t.c1 - t.c0, I2, 0};
+                    {(const real *)W1.data + e * W1.stride + t.c0, W1.ld, NULL, 0}, y, ld, n, ld,
+                    I2, 0};
                 if (panels.p) g.b = panels_of(&panels, e, t.c0);
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
                     real *d = dX + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
-                    for (int c = 0; c < t.c1 - t.c0; c++) d[c] += y[i * STRIP + c];
+                    for (int c = 0; c < ld; c++) d[c] += y[(size_t)i * ld + c];
                 }
             }
         }
@@ -1232,8 +1237,7 @@ static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
         largest(need, panels + EACH_THREAD(EXPERT_ROWS * (width + STRIP) * r + serial)); // combine
     need = largest(need,
         panels +
-            EACH_THREAD(
-                (EXPERT_ROWS + 1) * width * r + serial + ARENA_ALIGN)); // expert_down_backward
+            EACH_THREAD(EXPERT_ROWS * width * r + serial + ARENA_ALIGN)); // expert_down_backward
     need = largest(need,
         round_up((size_t)min_int(classifier_chunk(c->vocab_size), (int)N) * c->vocab_size * r,
             ARENA_ALIGN) +
