@@ -1220,6 +1220,8 @@ static void test_memory(int which) {
     finish();
 }
 
+#include "test_memory.h"
+
 // -------------------------------------------------------------------------------------------------
 // sha256 [FIPS 180-4]; its constants, fractional bits of roots of primes, are found by bisection
 
@@ -1371,6 +1373,7 @@ int main(int argc, char **argv) {
     test_parameters("qwen3-30b-a3b", config(151936, 48, 2048, 32, 4, 128, 128, 8, 768),
         QK_NORM_HEAD, 30532122624, 3.042e9);
     for (int i = 0; i < MODELS; i++) test_memory(i);
+    test_memory_of_training();
     test_hash();
     if (!tried) printf("FAIL test_moe: no check has '%s' in its name\n", filter), failures++;
     return failures != 0;

@@ -75,6 +75,9 @@ threads       whole  yes 1,2                        100000
 seed          whole  yes 123456789
 profile       switch -
 tsv           switch -
+tax           switch -
+growth        switch -
+json          switch -
 prompt        text   -   king,-1,\377
 tokens        whole  no  1,40
 temperature   real   yes 1.5
