@@ -75,8 +75,8 @@ typedef struct Preset {
 
 static const Preset presets[] = {
     // tiny: reaches its loss on a megabyte of text in three minutes on two cores
-    {"tiny", 4, 192, 4, 2, 48, 8, 2, 192, 128, 256, QK_NORM_HEAD, 1, 1e4, 1e-6, 0.01, 1e-4, 16, 50,
-        740, 4e-3, 2e-4, 0.1, 0.99, 370, 740, 370},
+    {"tiny", 4, 96, 3, 1, 32, 8, 2, 96, 128, 256, QK_NORM_HEAD, 1, 1e4, 1e-6, 0.01, 1e-4, 16, 90,
+        1800, 5e-3, 2.5e-4, 0.1, 0.99, 600, 900, 600},
     // small: the shape that is measured
     {"small", 6, 384, 6, 6, 64, 8, 2, 512, 256, 256, QK_NORM_HEAD, 1, 1e4, 1e-6, 0.01, 1e-4, 16,
         100, 2000, 1e-3, 1e-4, 0.1, 0.99, 250, 500, 500},

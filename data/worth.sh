@@ -28,7 +28,7 @@ read -ra budgets <<<"${BUDGETS:-180 600}"
 read -ra rates <<<"${RATES:-2e-3 4e-3 8e-3}"
 read -ra seeds <<<"${SEEDS:-1 2 3}"
 train=${TRAIN:-./train_moe}
-read -ra shape <<<"${SHAPE:---preset tiny}"
+read -ra shape <<<"${SHAPE:---preset tiny --d-model 192 --heads 4 --kv-heads 2 --head-dim 48}"
 EVALS=20 # of a run
 declare -A model=(
     [dense]='--experts 1 --topk 1 --d-expert 384'
