@@ -1,13 +1,10 @@
 /* test_ops.h: the bench under test_moe.c: reporting, memory filled with NaN, error measures, and
-   every
-   operation of Backend as a function whose backward can be held against differences of its
+   every operation of Backend as a function whose backward can be held against differences of its
    forward.
 
-   One OP function an operation runs it on either backend, in arrays that have exactly the size
-   the
+   One OP function an operation runs it on either backend, in arrays that have exactly the size the
    contract gives them; check_op() takes central differences in double, then compares float with
-   double. Cases are shapes: sizes off every tile, empty experts, one token, T across the key
-   block.
+   double. Cases are shapes: sizes off every tile, empty experts, one token, T across the key block.
 
    It knows model.h (for the start values' counters) and nothing of the tests of whole models. To
    add a check of an operation, write its OP function and enter its cases at the end. */
