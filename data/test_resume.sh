@@ -250,7 +250,7 @@ flags() {
     done
     contents o | grep -v lock >after
     same before after
-    run 0 "$TRAIN" --resume o --lr 0.004 --input "$work/text" --batch 4 # as it was
+    run 0 "$TRAIN" --resume o --lr 0.005 --input "$work/text" --batch 4 # as it was
     for flag in --overwrite --init=o/latest; do
         run 2 "$TRAIN" --resume o $flag
         refused --resume "${flag%%=*}"
