@@ -33,15 +33,15 @@ static double median(double *x, int n) { // reorders x
 // -------------------------------------------------------------------------------------------------
 // a backend that is timed
 
+// clang-format off
 #define BENCH_OPS(X)                                                                           \
-    X(zero)                                                                                    \
-    X(embedding_forward)                                                                       \
-    X(embedding_backward) X(rmsnorm_forward) X(residual_rmsnorm_forward) X(rmsnorm_backward)   \
-        X(linear_forward) X(linear_backward) X(qk_rope_forward) X(qk_rope_backward)            \
-            X(attention_forward) X(attention_backward) X(router_forward) X(router_backward)    \
-                X(plan_topk) X(plan_select) X(expert_up_forward) X(expert_down_forward)        \
-                    X(expert_down_backward) X(expert_up_backward) X(classifier) X(reduce_loss) \
-                        X(grad_norm) X(update) X(update_bias)
+    X(zero) X(embedding_forward) X(embedding_backward) X(rmsnorm_forward)                      \
+    X(residual_rmsnorm_forward) X(rmsnorm_backward) X(linear_forward) X(linear_backward)       \
+    X(qk_rope_forward) X(qk_rope_backward) X(attention_forward) X(attention_backward)          \
+    X(router_forward) X(router_backward) X(plan_topk) X(plan_select) X(expert_up_forward)      \
+    X(expert_down_forward) X(expert_down_backward) X(expert_up_backward) X(classifier)         \
+    X(reduce_loss) X(grad_norm) X(update) X(update_bias)
+// clang-format on
 #define NAME_OP(op) OP_##op,
 enum { BENCH_OPS(NAME_OP) N_OPS };
 #undef NAME_OP
