@@ -478,12 +478,11 @@ static void gemm_tile(const Gemm *g, int i0, int i1, int j0, int j1, real *scrat
             // of B's panels: then C is walked along its rows
             int strips = (m1 - m0 + GEMM_MR - 1) / GEMM_MR,
                 across = (j1 - j0 + GEMM_NR - 1) / GEMM_NR;
-            int outer = k > GEMM_KC / 2 ? across : strips,
-                inner = k > GEMM_KC / 2 ? strips : across;
+            int by_panel = k > GEMM_KC / 2;
+            int outer = by_panel ? across : strips, inner = by_panel ? strips : across;
             for (int o = 0; o < outer; o++)
                 for (int x = 0; x < inner; x++) {
-                    int i = (k > GEMM_KC / 2 ? x : o) * GEMM_MR,
-                        j = (k > GEMM_KC / 2 ? o : x) * GEMM_NR;
+                    int i = (by_panel ? x : o) * GEMM_MR, j = (by_panel ? o : x) * GEMM_NR;
                     const real *a = ap + (size_t)i * (size_t)k, *b = panels + (size_t)j * (size_t)k;
                     real *c = g->c + (size_t)(m0 + i) * g->ldc + (size_t)(j0 + j);
                     int rows = gemm_min(m1 - m0 - i, GEMM_MR),

@@ -844,12 +844,13 @@ static inline void clear_tile(real *out, CombineTile t, int C) {
         memset(out + (size_t)r * C + t.c0, 0, (t.c1 - t.c0) * sizeof(real));
 }
 
-/* The weights of all experts as panels, w^T where `trans`, for tiles that share them: those of a
-   tile alone would be packed anew for its few rows. Strips of at most `strip` columns, so that a tile
-   finds its own. */
+/* The weights of all experts as a side of products, w^T where `trans`: packed once for all tiles of
+   an operation, each of which would pack them anew for its few rows; or, where the rows are few,
+   where they lie. Strips of at most `strip` columns, so that a tile finds its own. */
 typedef struct Panels {
-    const real *p;
-    int k, n, strip;
+    Mat w;
+    int trans, k, n, strip;
+    real *packed; // NULL: they are not
 } Panels;
 
 static inline int shares_panels(int rows) { return rows > TILE_ROWS; }
@@ -857,26 +858,36 @@ static inline size_t panels_size(int k, int n, int strip) { // of one expert, in
     const int whole = n / strip;
     return (size_t)whole * gemm_packed(k, strip) + gemm_packed(k, n % strip);
 }
-static inline Operand panels_of(const Panels *x, int e, int c0) { // columns c0 .. of expert e
-    const size_t at = (size_t)e * panels_size(x->k, x->n, x->strip) +
+static inline real *packed_at(const Panels *x, int e, int c0) {
+    return x->packed + (size_t)e * panels_size(x->k, x->n, x->strip) +
         (size_t)(c0 / x->strip) * gemm_packed(x->k, x->strip);
-    const Operand o = {x->p + at, gemm_columns(min_int(x->strip, x->n - c0)), NULL, GEMM_PACKED};
+}
+static inline Operand stored_at(const Panels *x, int e, int c0) {
+    const Mat w = x->w;
+    const size_t at = e * w.stride + (x->trans ? c0 * w.ld : (size_t)c0);
+    const Operand o = {(const real *)w.data + at, w.ld, NULL, x->trans};
+    return o;
+}
+static inline Operand columns_of(const Panels *x, int e, int c0) { // of expert e, from c0 on
+    if (!x->packed) return stored_at(x, e, c0);
+    const Operand o = {
+        packed_at(x, e, c0), gemm_columns(min_int(x->strip, x->n - c0)), NULL, GEMM_PACKED};
     return o;
 }
 
-// Packs them at the start of *scratch, which moves behind them.
-static Panels pack_experts(void **scratch, Mat w, int trans, int E, int strip) {
-    real *out = *scratch;
-    const Panels x = {out, trans ? w.cols : w.rows, trans ? w.rows : w.cols, strip};
+// Packs them, for `rows` source rows, at the start of *scratch, which moves behind them.
+static Panels expert_panels(void **scratch, Mat w, int trans, int E, int strip, int rows) {
+    const Panels x = {w, trans, trans ? w.cols : w.rows, trans ? w.rows : w.cols, strip,
+        shares_panels(rows) ? *scratch : NULL};
     const int strips = blocks_of(x.n, strip);
+    if (!x.packed) return x;
     *scratch =
         (char *)*scratch + round_up(E * panels_size(x.k, x.n, strip) * sizeof(real), ARENA_ALIGN);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)E * x.k * x.n))
     for (int task = 0; task < E * strips; task++) {
         const int e = task / strips, c0 = task % strips * strip;
-        const real *from = (const real *)w.data + e * w.stride + (trans ? c0 * w.ld : (size_t)c0);
-        const Operand b = {from, w.ld, NULL, trans};
-        gemm_pack((real *)(uintptr_t)panels_of(&x, e, c0).p, &b, x.k, min_int(strip, x.n - c0));
+        const Operand b = stored_at(&x, e, c0);
+        gemm_pack(packed_at(&x, e, c0), &b, x.k, min_int(strip, x.n - c0));
     }
     return x;
 }
@@ -887,8 +898,7 @@ static void expert_down_forward(
     const real *H = H_, *weight = p->weight;
     const int C = W2.rows, I = W2.cols, rows = combine_rows(p->rows, C);
     const size_t part = (size_t)EXPERT_ROWS * (I + STRIP) * sizeof(real) + gemm_serial_bytes();
-    Panels panels = {NULL, 0, 0, 0};
-    if (shares_panels(p->rows)) panels = pack_experts(&scratch, W2, 1, p->E, STRIP);
+    const Panels panels = expert_panels(&scratch, W2, 1, p->E, STRIP, p->rows);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
     for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
@@ -904,10 +914,7 @@ static void expert_down_forward(
                     const real *h = H + (size_t)(s0 + i) * 2 * I;
                     swiglu(a + (size_t)i * I, h, h + I, I);
                 }
-                Gemm g = {{a, I, NULL, 0},
-                    {(const real *)W2.data + e * W2.stride + t.c0 * W2.ld, W2.ld, NULL, 1}, y, ld,
-                    n, ld, I, 0};
-                if (panels.p) g.b = panels_of(&panels, e, t.c0);
+                Gemm g = {{a, I, NULL, 0}, columns_of(&panels, e, t.c0), y, ld, n, ld, I, 0};
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
                     real *o = out + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
@@ -947,8 +954,7 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
     const int tasks =
         blocks_of(p->offsets[E], EXPERT_ROWS) + E; // an expert's last block may be short
     void *rest = scratch;
-    Panels panels = {NULL, 0, 0, 0};
-    if (shares_panels(p->rows)) panels = pack_experts(&scratch, W2, 0, E, I);
+    const Panels panels = expert_panels(&scratch, W2, 0, E, I, p->rows);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
     for (int task = 0; task < tasks; task++) {
         int e = 0, block = task; // find the expert: blocks are dealt expert by expert
@@ -964,8 +970,7 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
         real *da = (real *)(mine + gemm_serial_bytes());
         Gemm g = {{p->row ? (const real *)dout : (const real *)dout + (size_t)s0 * C, C,
                       plan_rows(p, s0), 0},
-            {(const real *)W2.data + e * W2.stride, W2.ld, NULL, 0}, da, I, n, I, C, 0};
-        if (panels.p) g.b = panels_of(&panels, e, 0);
+            columns_of(&panels, e, 0), da, I, n, I, C, 0};
         gemm_serial(&g, mine);
         for (int i = 0; i < n; i++) {
             const size_t s = s0 + i;
@@ -991,8 +996,7 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
     const int C = W1.cols, I2 = W1.rows, E = p->E, rows = combine_rows(p->rows, C);
     const size_t part = (size_t)EXPERT_ROWS * STRIP * sizeof(real) + gemm_serial_bytes();
     void *rest = scratch;
-    Panels panels = {NULL, 0, 0, 0};
-    if (shares_panels(p->rows)) panels = pack_experts(&scratch, W1, 0, E, STRIP);
+    const Panels panels = expert_panels(&scratch, W1, 0, E, STRIP, p->rows);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I2))
     for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
@@ -1004,10 +1008,8 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
             const int end = first_slot(p, e, t.r1);
             for (int s0 = first_slot(p, e, t.r0); s0 < end; s0 += EXPERT_ROWS) {
                 const int n = min_int(EXPERT_ROWS, end - s0);
-                Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 0},
-                    {(const real *)W1.data + e * W1.stride + t.c0, W1.ld, NULL, 0}, y, ld, n, ld,
-                    I2, 0};
-                if (panels.p) g.b = panels_of(&panels, e, t.c0);
+                Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 0}, columns_of(&panels, e, t.c0), y, ld,
+                    n, ld, I2, 0};
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
                     real *d = dX + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
@@ -1190,7 +1192,7 @@ static double peak(double seconds) { return fma_peak(thread_max(), seconds); }
 static inline size_t largest(size_t a, size_t b) { return a > b ? a : b; }
 
 // Most reals of panels that an expert operation packs: of all experts, of a dense or a shared MLP.
-static size_t expert_panels(const Config *c, int N, int backward) {
+static size_t panels_reals(const Config *c, int N, int backward) {
     const struct {
         int E, I;
     } mlp[] = {
@@ -1232,7 +1234,7 @@ static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
         round_up((E + 1 + s->S_max) * sizeof(int), ARENA_ALIGN) +
             threads * N * sizeof(Candidate)); // plan_select
     need = largest(need, list + gemm);        // expert products
-    const size_t panels = round_up(expert_panels(c, (int)N, s->backward) * r, ARENA_ALIGN);
+    const size_t panels = round_up(panels_reals(c, (int)N, s->backward) * r, ARENA_ALIGN);
     need =
         largest(need, panels + EACH_THREAD(EXPERT_ROWS * (width + STRIP) * r + serial)); // combine
     need = largest(need,
