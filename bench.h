@@ -24,7 +24,7 @@ static int by_value(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
-static int max_int2(int a, int b) { return a > b ? a : b; }
+static int at_least_one(int n) { return n > 1 ? n : 1; }
 static double median(double *x, int n) { // reorders x
     qsort(x, n, sizeof *x, by_value);
     return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
@@ -71,7 +71,6 @@ static double slots_now(const Plan *p) {
     return n;
 }
 static double mat_bytes(Mat w) { return (double)w.count * w.rows * w.cols * timed.b->param_size; }
-// Products of an expert block over S slots touch the weights, and the gradients twice.
 static double attention_products(Attn a) { // multiply-adds of one of its products, causal
     return (double)a.B * a.n_heads * a.head_dim * a.T * (a.T + 1) / 2;
 }
@@ -351,20 +350,20 @@ static void print_machine(const json_t *j) {
 
 /* Each operation's medians over steps. An operation that is called for each layer counts as their
    sum. */
-static json_t *bench_operations(const Options *o, double peak) {
+static json_t *bench_operations(Stepper *s, double peak) {
     enum { STEPS = 5 };
     static const char *const names[] = {
 #define NAME_OP(op) #op,
         BENCH_OPS(NAME_OP)
 #undef NAME_OP
     };
-    static Stepper s;
+    const Backend *b = s->m.b;
     double seconds[N_OPS][STEPS];
     json_t *list = json_array();
-    stepper_open(&s, o, timed_backend(backend_of(o)));
+    s->m.b = timed_backend(b);
     for (int i = -1; i < STEPS; i++) {
         memset(timed.op, 0, sizeof timed.op);
-        stepper_run(&s, 1e-4);
+        stepper_run(s, 1e-4);
         for (int k = 0; k < N_OPS && i >= 0; k++) seconds[k][i] = timed.op[k].s;
     }
     for (int k = 0; k < N_OPS; k++) {
@@ -376,7 +375,7 @@ static json_t *bench_operations(const Options *o, double peak) {
                 1e3 * sec, "gflops", t->flop / sec / 1e9, "gbs", t->bytes / sec / 1e9, "share",
                 t->flop / sec / 1e9 / peak));
     }
-    stepper_close(&s);
+    s->m.b = b;
     return list;
 }
 static void print_operations(const json_t *list) {
@@ -398,22 +397,19 @@ static void print_operations(const json_t *list) {
 }
 
 /* Whole steps. The peak is measured again beside every step, so that a noisy machine moves both. */
-static json_t *bench_steps(const Options *o) {
+static json_t *bench_steps(Stepper *s) {
     enum { STEPS = 9 };
-    static Stepper s;
     double part[3][STEPS], rate[STEPS], share[STEPS], peaks[STEPS], attention, total, active;
-    stepper_open(&s, o, backend_of(o));
-    const double flops = step_flops(&s, &attention), N = (double)s.B * s.T;
-    count_parameters(&s.m.table, &s.m.c, &total, &active);
+    const double flops = step_flops(s, &attention), N = (double)s->B * s->T;
+    count_parameters(&s->m.table, &s->m.c, &total, &active);
     for (int i = -2; i < STEPS; i++) {
-        stepper_run(&s, 1e-4);
+        stepper_run(s, 1e-4);
         if (i < 0) continue;
-        part[0][i] = s.forward, part[1][i] = s.backward, part[2][i] = s.update;
-        rate[i] = N / stepper_seconds(&s);
-        peaks[i] = s.m.b->peak(0.2);
-        share[i] = flops / stepper_seconds(&s) / 1e9 / peaks[i];
+        part[0][i] = s->forward, part[1][i] = s->backward, part[2][i] = s->update;
+        rate[i] = N / stepper_seconds(s);
+        peaks[i] = s->m.b->peak(0.2);
+        share[i] = flops / stepper_seconds(s) / 1e9 / peaks[i];
     }
-    stepper_close(&s);
     const double r = median(rate, STEPS), of_peak = median(share, STEPS);
     return json_pack("{s:f, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "tokens", N,
         "steps", STEPS, "tok_per_s", r, "forward_ms", 1e3 * median(part[0], STEPS), "backward_ms",
@@ -460,7 +456,7 @@ static json_t *bench_tax(const Options *o, TaxShape t, int tokens, int runs) {
     double ratio[MOST], without[MOST], rate[MOST], rate_dense[MOST], up[MOST], up_dense[MOST];
     Options a = with_experts(o, t.experts, t.topk, t.width),
             b = with_experts(o, 1, 1, t.topk * t.width);
-    a.batch = b.batch = max_int2(1, tokens / o->c.seq_len);
+    a.batch = b.batch = at_least_one(tokens / o->c.seq_len);
     const double N = (double)a.batch * a.c.seq_len;
     stepper_open(&moe, &a, backend_of(o));
     stepper_open(&dense, &b, backend_of(o));
@@ -577,11 +573,11 @@ static void growth(const Options *o, const json_t *machine, json_t *all, int say
         what, list, size, fitting(list, sizeof values / sizeof *values), predicted, runs); \
     if (say) print_growth(j);                                                              \
     json_array_append_new(all, j);
-    GROWTH("tokens a step", tokens, 3, x->batch = max_int2(1, tokens[k] / o->c.seq_len), NULL)
+    GROWTH("tokens a step", tokens, 3, x->batch = at_least_one(tokens[k] / o->c.seq_len), NULL)
     GROWTH("layers", layers, 5, x->c.n_layers = layers[k], NULL)
     GROWTH("width", width, 5,
         (x->c.d_model = width[k], x->c.d_expert = o->c.d_expert * width[k] / o->c.d_model,
-            x->c.n_heads = x->c.n_kv_heads = max_int2(1, width[k] / o->c.head_dim)),
+            x->c.n_heads = x->c.n_kv_heads = at_least_one(width[k] / o->c.head_dim)),
         NULL)
     const double N = (double)o->batch * o->c.seq_len, L = o->c.n_layers, C = o->c.d_model;
     for (size_t k = 0; k < sizeof experts / sizeof *experts; k++) {
@@ -602,25 +598,22 @@ static void command_bench(Options *o) {
     static const int tokens[] = {4096, 16384};
     enum { RUNS = 5 };
     const int say = !o->json;
-    Model m;
-    Err err;
+    static Stepper s;
     json_t *root = json_object(), *j;
     if (!root) die(RUN_ERROR, "no memory");
     open_vocab_size(o);
-    if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
-    model_plan(&m, &o->c, backend_of(o), train_shape(o));
-    check_memory((double)model_bytes(&m), "lower --batch, --seq or the size of the model");
-    if (say) print_model(&m, stdout);
-    model_free(&m);
+    stepper_open(&s, o, backend_of(o));
+    if (say) print_model(&s.m, stdout);
     json_t *machine = bench_machine(backend_of(o));
     if (say) print_machine(machine);
     fflush(stdout);
     json_object_set_new(root, "machine", machine);
     json_object_set_new(
-        root, "operations", j = bench_operations(o, number(machine, "peak_gflops")));
+        root, "operations", j = bench_operations(&s, number(machine, "peak_gflops")));
     if (say) print_operations(j);
     fflush(stdout);
-    json_object_set_new(root, "step", j = bench_steps(o));
+    json_object_set_new(root, "step", j = bench_steps(&s));
+    stepper_close(&s);
     if (say) print_steps(j);
     fflush(stdout);
     if (o->tax) {
