@@ -60,14 +60,20 @@ TOK_FN void learner_close(Learner *l) {
     memset(l, 0, sizeof *l);
 }
 
+// A vocabulary with room for vocab_size tokens, the first of which are the bytes, id = value.
+TOK_FN int begin_with_bytes(Tokenizer *t, int vocab_size, const char *where, Err *err) {
+    int rc = bpe_begin(t, (size_t)vocab_size, where, err);
+    for (int i = 0; i < 256 && !rc; i++) {
+        const unsigned char byte = (unsigned char)i;
+        rc = bpe_set(t, i, &byte, 1, 0, where, err);
+    }
+    return rc;
+}
+
 TOK_FN int learner_open(Learner *l, Err *err) {
     int rc;
     memset(l, 0, sizeof *l);
-    rc = bpe_begin(&l->split, 256, "bytes", err);
-    for (int i = 0; i < 256 && !rc; i++) {
-        const unsigned char byte = (unsigned char)i;
-        rc = bpe_set(&l->split, i, &byte, 1, 0, "bytes", err);
-    }
+    rc = begin_with_bytes(&l->split, 256, "bytes", err);
     if (!rc) rc = bpe_end(&l->split, "--train-vocab", err);
     l->slots = 1 << 12;
     l->slot = (uint32_t *)calloc(l->slots, sizeof *l->slot);
@@ -231,11 +237,7 @@ TOK_FN int learner_learn(Learner *l, Tokenizer *t, int vocab_size, Err *err) {
         }
     }
     for (uint32_t p = 0; p < stbds_arrlenu(l->pair); p++) candidate_push(l, p);
-    int rc = bpe_begin(t, (size_t)vocab_size, where, err), id = 256;
-    for (int i = 0; i < 256 && !rc; i++) {
-        const unsigned char byte = (unsigned char)i;
-        rc = bpe_set(t, i, &byte, 1, 0, where, err);
-    }
+    int rc = begin_with_bytes(t, vocab_size, where, err), id = 256;
     unsigned char *bytes = NULL;
     while (!rc && id < vocab_size - 1 && stbds_arrlenu(l->heap)) {
         const struct Candidate c = candidate_pop(l);
