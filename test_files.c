@@ -48,11 +48,7 @@ static void refused(int rc, const char *word, const char *other) {
 // -------------------------------------------------------------------------------------------------
 // files, and random numbers from counters
 
-static void put(const char *path, const void *bytes, size_t n) {
-    FILE *f = fopen(path, "wb");
-    must(f && fwrite(bytes, 1, n, f) == n && !fclose(f), path);
-}
-static void put_text(const char *path, const char *text) { put(path, text, strlen(text)); }
+static void put_text(const char *path, const char *text) { put_file(path, text, strlen(text)); }
 static void folder(const char *path) { must(!make_folders(path, &err), path); }
 static unsigned char *get(const char *path, size_t *n) { // for the caller to free
     FILE *f = fopen(path, "rb");
@@ -200,8 +196,8 @@ static void test_rows(void) {
     Numbers numbers = {1000, 0};
     int x[64] = {0}, y[64] = {0}, x1[8] = {0}, y1[8] = {0}, file = 0;
     folder("three");
-    put("three/a", "0123456789", 10), put("three/b", "0123456789", 10);
-    put("three/c", "0123456789", 10);
+    put_file("three/a", "0123456789", 10), put_file("three/b", "0123456789", 10);
+    put_file("three/c", "0123456789", 10);
     if (begin("data/permutation")) {
         char seen[4100];
         for (uint64_t n = 1; n <= 4097; n += n < 70 || n > 4090 ? 1 : n == 70 ? 30 : 61) {
@@ -268,7 +264,7 @@ static void test_rows(void) {
         tokenizer_bytes(&t);
         for (size_t i = 0; i < sizeof text; i++) text[i] = (unsigned char)below(256);
         memcpy(text, "\r\n\0\xff\r\n\n\r", 8);
-        put("bytes", text, sizeof text);
+        put_file("bytes", text, sizeof text);
         accepted(open_data(&d, "bytes", NULL, 0.1, 8, NULL, NULL));
         accepted(open_data(&e, "bytes", NULL, 0.1, 8, tokenizer_encode, &t));
         check(d.train_tokens == 2700 && d.val_tokens == 300 && d.val_bytes == 299, "cut elsewhere");
@@ -307,7 +303,7 @@ static void put_shard(const char *path, int size, int version, int64_t count, in
         const uint32_t id = (uint32_t)(first + i);
         memcpy(all + 1024 + (size_t)i * (size_t)size, &id, (size_t)size); // little-endian
     }
-    put(path, all, bytes);
+    put_file(path, all, bytes);
     free(all);
 }
 
@@ -356,7 +352,7 @@ static void test_shards(void) {
         const unsigned char head[1023] = {0x88, 0xd8, 0x34, 1, 1};
         const size_t sizes[] = {4, 7, 12, 1023};
         for (size_t i = 0; i < COUNT(sizes); i++) {
-            put("sh/bad", head, sizes[i]);
+            put_file("sh/bad", head, sizes[i]);
             refused(open_data(&d, "sh/bad", NULL, 0, T, NULL, NULL), "sh/bad: expected an llm.c",
                 "the file is cut off");
         }
@@ -396,7 +392,7 @@ static void test_shards(void) {
     if (begin("shards/as-encoded")) { // the rows of a shard are those of a text with these tokens
         Numbers numbers = {0, 0};
         char text[N] = {0};
-        put("sh/text", text, sizeof text);
+        put_file("sh/text", text, sizeof text);
         put_shard("sh/same", 4, 7, N, N, 0);
         accepted(open_data(&d, "sh/text", NULL, 0, T, number, &numbers));
         accepted(
@@ -415,7 +411,7 @@ static void test_shards(void) {
     if (begin("shards/beside-a-text")) {
         char text[N];
         memset(text, 'x', sizeof text);
-        put("sh/mixed.txt", text, sizeof text);
+        put_file("sh/mixed.txt", text, sizeof text);
         put_shard("sh/mixed.bin", 2, 1, N, N, N);
         accepted(open_data(&d, "sh/mixed.*", NULL, 0, T, NULL, NULL));
         int bytes = 0, ids = 0;
@@ -461,12 +457,13 @@ static void test_inputs(void) {
     char bytes[1024] = "\x88\xd8\x34\x01\1"; // 20240520, little-endian
     Data d;
     folder("t/f/sub"), folder("t/f/.hidden"), folder("t/nothing");
-    put("t/shard", bytes, sizeof bytes);
+    put_file("t/shard", bytes, sizeof bytes);
     memset(bytes, 'x', sizeof bytes);
-    put("t/long", bytes, 1000), put("t/short", bytes, 10), put("t/empty", "", 0);
-    put("t/one\nline\x1b", bytes, 3), put("t/f/[x]", bytes, 300), put("t/f/x", bytes, 200);
-    put("t/f/b", bytes, 500), put("t/f/sub/a", bytes, 400);
-    put("t/f/.hidden/x", bytes, 500), put("t/f/.x", bytes, 500);
+    put_file("t/long", bytes, 1000), put_file("t/short", bytes, 10), put_file("t/empty", "", 0);
+    put_file("t/one\nline\x1b", bytes, 3), put_file("t/f/[x]", bytes, 300),
+        put_file("t/f/x", bytes, 200);
+    put_file("t/f/b", bytes, 500), put_file("t/f/sub/a", bytes, 400);
+    put_file("t/f/.hidden/x", bytes, 500), put_file("t/f/.x", bytes, 500);
     must(!mkfifo("t/pipe", 0666) && !symlink("..", "t/f/loop") && !link("t/long", "t/again"), "t");
     for (size_t i = 0; i < COUNT(no); i++) {
         if (!begin("data/refused/%s", no[i].name)) continue;
@@ -791,7 +788,7 @@ static void test_safe(void) {
     }
     for (size_t i = 0; i < COUNT(whole); i++) {
         if (!begin("safe/refused/%s", whole[i].name)) continue;
-        put("t.safetensors", whole[i].bytes, whole[i].n);
+        put_file("t.safetensors", whole[i].bytes, whole[i].n);
         refused(try_safe(), "t.safetensors: ", whole[i].word);
         finish();
     }
@@ -808,7 +805,7 @@ static void test_safe(void) {
         refused(safe_open(&f, "a-folder", &err), "a-folder", "found a folder");
         refused(safe_open(&f, "none", &err), "none", "No such file");
         memset(bytes, 0xFF, sizeof bytes);
-        put("t.safetensors", bytes, sizeof bytes);
+        put_file("t.safetensors", bytes, sizeof bytes);
         refused(try_safe(), "header length of 18446744073709551615", "binary data");
         finish();
     }
@@ -861,7 +858,7 @@ static void damage(const char *path, int times, int (*try_it)(void)) {
             uint64_t at = below(n), other = i % 2 ? below(256) : (unsigned char)below(20);
             bad[at] = (unsigned char)(i % 2 ? (char)other : "0123456789[]{},:\"-.e"[other]);
         }
-        put(path, bad, i % 7 ? n : below(n));
+        put_file(path, bad, i % 7 ? n : below(n));
         if (try_it()) refused(-1, path, NULL);
     }
     free(whole);
@@ -1202,7 +1199,7 @@ static void test_other_models(void) {
         at += strlen(norm), length += 2;
         memmove(at + 2, at, n - (size_t)(at - (char *)file));
         memcpy(at, ",1", 2), memcpy(file, &length, 8);
-        folder("model2"), put("model2/model.safetensors", file, n + 2);
+        folder("model2"), put_file("model2/model.safetensors", file, n + 2);
         int rc = model_check("model2", &moe_shape, &t, b, &err);
         refused(rc, "tensor model.norm.weight: expected shape [48], found [48, 1]", NULL);
         free(file);

@@ -94,11 +94,6 @@ static void hold_refused(int rc, const char *file) {
     hold(strstr(err.text, file) != NULL, "refused without the file's name %s: %s", file, err.text);
 }
 
-static void put(const char *path, const void *bytes, size_t n) {
-    const int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    must(fd >= 0 && write(fd, bytes, n) == (ssize_t)n && !close(fd), path);
-}
-
 // -------------------------------------------------------------------------------------------------
 // targets: each returns whether the file was accepted
 
@@ -181,7 +176,7 @@ TEST_FN int fuzz_safetensors(const unsigned char *data, size_t size) {
     }
     const int index = size && data[0] == '{';
     const char *folder = index ? "index/" : "in/";
-    put(index ? "index/model.safetensors.index.json" : "in/model.safetensors", data, size);
+    put_file(index ? "index/model.safetensors.index.json" : "in/model.safetensors", data, size);
     Weights w;
     int rc = weights_open(&w, folder, "model.safetensors", &err), listed = 0;
     if (rc) {
@@ -215,7 +210,7 @@ TEST_FN int fuzz_config(const unsigned char *data, size_t size) {
     static int ready;
     Config c, again;
     if (!ready++) must(!make_folders("in", &err) && !make_folders("out", &err), "folders");
-    put("in/config.json", data, size);
+    put_file("in/config.json", data, size);
     int rc = config_read(&c, "in", &err);
     if (rc) {
         hold_refused(rc, "in/config.json");
@@ -278,7 +273,7 @@ TEST_FN int fuzz_tokenizer(const unsigned char *data, size_t size) {
     const size_t n = sizeof hard + size;
     Tokenizer t, u;
     if (!ready++) must(!make_folders("in", &err) && !make_folders("out", &err), "folders");
-    put("in/tokenizer", data, size);
+    put_file("in/tokenizer", data, size);
     int rc = tokenizer_open(&t, "in/tokenizer", &err);
     if (rc) {
         hold_refused(rc, "in/tokenizer");
@@ -353,7 +348,7 @@ TEST_FN int fuzz_shard(const unsigned char *data, size_t size) {
         {3, INT_MAX, 0, 1, 0}, {2, 1000, 1, 1, 0}};
     const char *const path[] = {"shard.bin"};
     int accepted_as = 0;
-    put(path[0], data, size);
+    put_file(path[0], data, size);
     for (size_t i = 0; i < COUNT(as); i++) {
         Data d;
         int rc = data_open(&d, path, as[i].inputs, path, as[i].vals, as[i].val_fraction, as[i].T,

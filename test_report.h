@@ -71,4 +71,10 @@ TEST_FN void must(int ok, const char *what) {
         die(RUN_ERROR, "%s: not to be had for the tests: %s (%s)", what, err.text, strerror(errno));
 }
 
+// A file of n bytes.
+TEST_FN void put_file(const char *path, const void *bytes, size_t n) {
+    FILE *f = fopen(path, "wb");
+    must(f && fwrite(bytes, 1, n, f) == n && !fclose(f), path);
+}
+
 #endif

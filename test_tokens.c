@@ -27,11 +27,6 @@ static void refused(int rc, const char *word, const char *other) {
     err.text[0] = 0;
 }
 
-static void put(const char *path, const void *bytes, size_t n) {
-    FILE *f = fopen(path, "wb");
-    must(f && fwrite(bytes, 1, n, f) == n && !fclose(f), path);
-}
-
 static uint64_t seed = 1;
 static uint64_t below(uint64_t n) { // 0 .. n-1
     seed += 0x9e3779b97f4a7c15u;
@@ -454,7 +449,7 @@ static void edit(const char *path, const char *text) { // the golden vocabulary,
     }
     char *out = json_dumps(root, 0);
     must(out != NULL, path);
-    put(path, out, strlen(out));
+    put_file(path, out, strlen(out));
     free(out);
     json_decref(root);
     json_decref(with);
@@ -478,7 +473,7 @@ static void test_kinds(void) {
         check(end && !strcmp(end, TOK_EOT), "eos_token");
         json_decref(j);
         // another end, as the file beside says; merges as pairs; an added token beyond the vocabulary
-        put("tokenizer_config.json", "{\"eos_token\": {\"content\": \"<e>\"}}", 33);
+        put_file("tokenizer_config.json", "{\"eos_token\": {\"content\": \"<e>\"}}", 33);
         edit("t.json",
             "{\"added_tokens\": ["
             "{\"id\": 511, \"content\": \"<|endoftext|>\", \"special\": true},"
@@ -505,7 +500,7 @@ static void test_kinds(void) {
     if (begin("files/vocab-bpe")) {
         for (size_t i = 0; i < COUNT(merges); i++) {
             size_t n;
-            put("m.bpe", merges[i], strlen(merges[i]));
+            put_file("m.bpe", merges[i], strlen(merges[i]));
             accepted(tokenizer_open(&u, "m.bpe", &err));
             if (check_failed[0] || !u.bpe) break;
             check(u.vocab_size == 260 && u.eot == 259, "way %zu: %d tokens", i, u.vocab_size);
@@ -517,7 +512,7 @@ static void test_kinds(void) {
         finish();
     }
     if (begin("files/llmc")) { // the merges are found again
-        put("t.bin", file, llmc_file(&t, file));
+        put_file("t.bin", file, llmc_file(&t, file));
         accepted(tokenizer_open(&u, "t.bin", &err));
         if (!check_failed[0]) same(&t, &u);
         tokenizer_free(&u);
@@ -606,7 +601,7 @@ static void test_refused(void) {
     }
     for (size_t i = 0; i < COUNT(merges); i++) {
         if (!begin("refused/bpe/%s", merges[i].name)) continue;
-        put("hurt.bpe", merges[i].text, strlen(merges[i].text));
+        put_file("hurt.bpe", merges[i].text, strlen(merges[i].text));
         refused(tokenizer_open(&u, "hurt.bpe", &err), "hurt.bpe", merges[i].word);
         finish();
     }
@@ -614,22 +609,22 @@ static void test_refused(void) {
         if (!begin("refused/bin/%s", bin[i].name)) continue;
         memcpy(hurt, file, size);
         if (bin[i].at >= 0) memcpy(hurt + bin[i].at, &bin[i].value, (size_t)bin[i].bytes);
-        put("hurt.bin", hurt, bin[i].at < 0 ? (size_t)-bin[i].at : size);
+        put_file("hurt.bin", hurt, bin[i].at < 0 ? (size_t)-bin[i].at : size);
         refused(tokenizer_open(&u, "hurt.bin", &err), "hurt.bin", bin[i].word);
         finish();
     }
     if (begin("refused/other-files")) {
         refused(tokenizer_open(&u, "none", &err), "none", "No such file");
         refused(tokenizer_open(&u, ".", &err), ".", "a folder");
-        put("e", "", 0);
+        put_file("e", "", 0);
         refused(tokenizer_open(&u, "e", &err), "e", "an empty file");
-        put("zeros", hurt + 16, 1000);
+        put_file("zeros", hurt + 16, 1000);
         refused(tokenizer_open(&u, "zeros", &err), "zeros", "a file of zeros");
         must(!truncate("zeros", (off_t)JSON_LIMIT + 1), "a large file");
         refused(tokenizer_open(&u, "zeros", &err), "zeros", "of 4 to");
         must(!truncate("hurt.json", 5000), "a cut file");
         refused(tokenizer_open(&u, "hurt.json", &err), "hurt.json", "expected JSON");
-        put("nul", "#version: 0.2\na b\0c\n", 20);
+        put_file("nul", "#version: 0.2\na b\0c\n", 20);
         refused(tokenizer_open(&u, "nul", &err), "nul", "line 2");
         finish();
     }
@@ -672,7 +667,7 @@ static void test_damage(void) {
             memcpy(hurt, whole, n);
             for (uint64_t c = below(4); c < 4; c++) hurt[below(n)] = (unsigned char)below(256);
             if (below(4) == 0) size = 1 + (size_t)below(n);
-            put("d", hurt, size);
+            put_file("d", hurt, size);
             if (tokenizer_open(&u, "d", &err)) {
                 refused(-1, "d", "d");
                 continue;
