@@ -150,12 +150,14 @@ TIMED(plan_select,
         const stat_t *logits, const stat_t *lse, Router r, int reuse, void *scratch),
     (p, moved, idx, weight, count, logits, lse, r, reuse, scratch), 0, (double)r.N *r.E,
     24.0 * r.N * r.K)
-TIMED(expert_up_forward, (act_t * H, const act_t *X, Mat W1, const Plan *p, void *scratch),
-    (H, X, W1, p, scratch), 2 * slots_now(p) * W1.rows * W1.cols,
+TIMED(expert_up_forward,
+    (act_t * H, act_t *A, const act_t *X, Mat W1, const Plan *p, void *scratch),
+    (H, A, X, W1, p, scratch), 2 * slots_now(p) * W1.rows * W1.cols,
     (double)p->rows *W1.cols + slots_now(p) * W1.rows, mat_bytes(W1))
 TIMED(expert_down_forward,
-    (act_t * out, const act_t *H, Mat W2, const Plan *p, int accumulate, void *scratch),
-    (out, H, W2, p, accumulate, scratch), 2 * slots_now(p) * W2.rows * W2.cols,
+    (act_t * out, const act_t *H, const act_t *A, Mat W2, const Plan *p, int accumulate,
+        void *scratch),
+    (out, H, A, W2, p, accumulate, scratch), 2 * slots_now(p) * W2.rows * W2.cols,
     (double)p->rows *W2.rows + 2 * slots_now(p) * W2.cols, mat_bytes(W2))
 TIMED(expert_down_backward,
     (act_t * dH, act_t *sA, stat_t *dS, grad_t *dW2, const act_t *dout, const act_t *H, Mat W2,

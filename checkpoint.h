@@ -313,7 +313,6 @@ CKPT_FN json_t *json_read(const char *path, Err *err) {
 // -------------------------------------------------------------------------------------------------
 // safetensors
 
-CKPT_FN size_t dtype_size(DType t) { return t == F64 ? 8 : t == F32 ? 4 : 2; }
 CKPT_FN const char *dtype_name(DType t) {
     return t == F64 ? "F64" : t == F32 ? "F32" : t == BF16 ? "BF16" : "F16";
 }
@@ -1292,10 +1291,7 @@ CKPT_FN int element_store(unsigned char *data, DType type, size_t i, double v) {
         memcpy(data + 4 * i, &f, 4);
         return 1;
     }
-    uint32_t bits;
-    memcpy(&bits, &f, 4);
-    uint16_t half = isnan(v) ? (uint16_t)(bits >> 16 | 64)
-                             : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    const uint16_t half = bf16_of(f);
     if (isfinite(v) && (half & 0x7f80) == 0x7f80) return 0;
     memcpy(data + 2 * i, &half, 2);
     return type == BF16;

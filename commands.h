@@ -286,7 +286,7 @@ static void read_weights(Model *m, const char *folder) {
     Err err;
     if (model_read(folder, &m->c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], &err))
         die(USER_ERROR, "%s", err.text);
-    if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
+    model_params_changed(m);
 }
 
 static void read_tokenizer(Tokenizer *t, const Config *c, const char *folder) {
@@ -668,7 +668,7 @@ static void print_routing(const Options *o, FILE *f) {
 static void print_memory(const Model *m, FILE *f) {
     double total = 0;
     for (int a = 0; a < ARENAS; a++) {
-        if (!m->used[a] || (m->borrowed && a <= A_BUFFERS)) continue;
+        if (!m->used[a] || (m->borrowed && a <= LAST_BORROWED)) continue;
         fprintf(f, "  %-20s %12.3f MB\n", arena_names[a], m->used[a] / 1e6);
         total += (double)m->used[a];
         for (int i = 0; i < m->n_account && a >= A_SAVED; i++)

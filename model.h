@@ -26,9 +26,20 @@
 
 #define MODEL_FN __attribute__((unused)) static // a program need not use all of it
 
-typedef enum { A_PARAMS, A_BUFFERS, A_GRADS, A_MOMENTS, A_SAVED, A_WORK, A_CACHE, ARENAS } ArenaId;
-static const char *const arena_names[ARENAS] = {"parameters", "buffers", "gradients",
-    "optimiser moments", "saved activations", "working memory", "key-value cache"};
+typedef enum {
+    A_PARAMS,
+    A_BUFFERS,
+    A_COPIES, // the parameters as products read them, where that is another type
+    A_GRADS,
+    A_MOMENTS,
+    A_SAVED,
+    A_WORK,
+    A_CACHE,
+    ARENAS
+} ArenaId;
+enum { LAST_BORROWED = A_COPIES }; // a model may take these from another
+static const char *const arena_names[ARENAS] = {"parameters", "buffers", "weight copies",
+    "gradients", "optimiser moments", "saved activations", "working memory", "key-value cache"};
 
 // What a model is built for. A model that only infers keeps nothing of a layer but its cache.
 typedef struct ModelShape {
@@ -81,7 +92,7 @@ typedef struct Model {
     TensorTable table;
     char *base[ARENAS];
     size_t used[ARENAS];
-    int borrowed; // parameters and buffers belong to another model
+    int borrowed; // parameters, buffers and copies belong to another model
     Account account[MAX_ACCOUNT];
     int n_account;
 
@@ -155,10 +166,16 @@ MODEL_FN void *take(Model *m, ArenaId arena, const char *label, size_t count, si
 
 MODEL_FN Mat mat_of(const Model *m, TensorKind kind, int layer, grad_t **grad) {
     const Tensor *t = tensor_of(&m->table, kind, layer);
-    Mat w = {NULL, m->b->param_type, NULL, 0, 0, 0, 0, 0};
+    const Backend *b = m->b;
+    Mat w = {NULL, b->param_type, NULL, 0, 0, 0, 0, 0};
     if (grad) *grad = NULL;
     if (!t) return w;
-    w.data = m->base[A_PARAMS] ? m->base[A_PARAMS] + t->offset * m->b->param_size : NULL;
+    // what a product reads may be a rounded copy; not so the router's matrix, nor a vector
+    const int copied = b->params_changed && t->row->cols != DIM_NONE && kind != T_ROUTER;
+    const char *base = m->base[copied ? A_COPIES : A_PARAMS];
+    w.dtype = copied ? b->mat_type : b->param_type;
+    w.data =
+        base ? (char *)(uintptr_t)base + t->offset * (copied ? b->mat_size : b->param_size) : NULL;
     if (grad && m->base[A_GRADS]) *grad = m->base[A_GRADS] + t->offset * m->b->grad_size;
     w.count = t->expert < 0 ? 1 : m->c.n_experts;
     w.rows = (int)t->rows;
@@ -201,6 +218,7 @@ MODEL_FN void layout(Model *m) {
     take(m, A_PARAMS, "weights", m->table.elements, b->param_size);
     if (m->table.buffer_elements)
         take(m, A_BUFFERS, "selection bias", m->table.buffer_elements, stat);
+    if (b->params_changed) take(m, A_COPIES, "rounded weights", m->table.elements, b->mat_size);
     if (s.train) take(m, A_GRADS, "gradients", m->table.elements, b->grad_size);
     if (s.train && !s.sgd) take(m, A_MOMENTS, "m and v", 2 * m->table.elements, b->grad_size);
 
@@ -234,10 +252,12 @@ MODEL_FN void layout(Model *m) {
         m->dv = take(m, A_WORK, "dq, dk, dv", N * KV, act);
         m->datt = take(m, A_WORK, "attention gradients (N,2Q+2KV)", N * Q, act);
         m->dqkv = take(m, A_WORK, "attention gradients (N,2Q+2KV)", N * (Q + 2 * KV), act);
-        m->sA = take(m, A_WORK, "weighted SwiGLU (S,I)",
-            max_sI > N * c->d_shared ? max_sI : N * c->d_shared, act);
         m->dS = take(m, A_WORK, "routing gradient (S)", max_slots, stat);
     }
+    // one serves both passes: A in the forward pass, where the backend wants it, sA in the backward
+    if (s.train || b->keeps_A)
+        m->sA = take(m, A_WORK, s.train ? "weighted SwiGLU (S,I)" : "SwiGLU (S,I)",
+            max_sI > N * c->d_shared ? max_sI : N * c->d_shared, act);
     m->rope = take(m, A_WORK, "rotary table", positions * c->head_dim, stat);
     m->losses = take(m, A_WORK, "losses (N)", N, stat);
     m->tokens = take(m, A_WORK, "tokens and targets (N)", N, sizeof(int));
@@ -321,6 +341,7 @@ MODEL_FN void layout(Model *m) {
         Plan *p = &y->plan;
         p->rows = (int)N;
         p->S_max = (int)slots;
+        p->row_max = !moe ? 1 : s.tile ? c->n_experts : c->top_k;
         p->E = mlp_experts(c, l);
         if (!moe) { // the identity plan
             p->offsets = m->dense_offsets;
@@ -357,7 +378,7 @@ MODEL_FN void layout(Model *m) {
 MODEL_FN size_t model_bytes(const Model *m) {
     size_t total = 0;
     for (int a = 0; a < ARENAS; a++)
-        if (!(m->borrowed && a <= A_BUFFERS)) total += m->used[a];
+        if (!(m->borrowed && a <= LAST_BORROWED)) total += m->used[a];
     return total;
 }
 
@@ -380,13 +401,16 @@ MODEL_FN void host_to(
     union {
         float f[512];
         double d[512];
+        uint16_t h[512];
     } buf;
-    const size_t size = type == F64 ? sizeof(double) : sizeof(float);
+    const size_t size = dtype_size(type);
     for (size_t at = 0; at < n; at += 512) {
         const size_t k = n - at < 512 ? n - at : 512;
         for (size_t i = 0; i < k; i++) {
             if (type == F64)
                 buf.d[i] = src[at + i];
+            else if (type == BF16)
+                buf.h[i] = bf16_of((float)src[at + i]);
             else
                 buf.f[i] = (float)src[at + i];
         }
@@ -398,12 +422,16 @@ MODEL_FN void host_from(const Backend *b, DType type, double *dst, const void *s
     union {
         float f[512];
         double d[512];
+        uint16_t h[512];
     } buf;
-    const size_t size = type == F64 ? sizeof(double) : sizeof(float);
+    const size_t size = dtype_size(type);
     for (size_t at = 0; at < n; at += 512) {
         const size_t k = n - at < 512 ? n - at : 512;
         b->to_host(&buf, (const char *)src + at * size, k * size);
-        for (size_t i = 0; i < k; i++) dst[at + i] = type == F64 ? buf.d[i] : (double)buf.f[i];
+        for (size_t i = 0; i < k; i++)
+            dst[at + i] = type == F64 ? buf.d[i]
+                : type == BF16        ? (double)float_of_bf16(buf.h[i])
+                                      : (double)buf.f[i];
     }
 }
 
@@ -414,7 +442,7 @@ MODEL_FN void model_build(
     model_plan(m, c, b, shape);
     m->borrowed = from != NULL;
     for (int a = 0; a < ARENAS; a++) {
-        if (from && a <= A_BUFFERS)
+        if (from && a <= LAST_BORROWED)
             m->base[a] = from->base[a];
         else if (m->used[a]) {
             m->base[a] = b->alloc(m->used[a]);
@@ -460,10 +488,15 @@ MODEL_FN void model_build(
 
 MODEL_FN void model_free(Model *m) {
     for (int a = 0; a < ARENAS; a++)
-        if (m->base[a] && !(m->borrowed && a <= A_BUFFERS)) m->b->release(m->base[a]);
+        if (m->base[a] && !(m->borrowed && a <= LAST_BORROWED)) m->b->release(m->base[a]);
     tensor_table_free(&m->table);
     free(m->layer);
     memset(m, 0, sizeof *m);
+}
+
+// To be called after the parameters were written: the copies that products read follow.
+MODEL_FN void model_params_changed(Model *m) {
+    if (m->b->params_changed) m->b->params_changed(m->base[A_COPIES], m->base[A_PARAMS], &m->table);
 }
 
 static inline grad_t *moment(const Model *m, int second) { // m or v; NULL for SGD
@@ -520,7 +553,7 @@ MODEL_FN void model_init(Model *m, uint64_t seed) {
             host_to(m->b, type, dst + at * size, v, n);
         }
     }
-    if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
+    model_params_changed(m);
 }
 
 /* Sparse upcycling [Komatsuzaki 2022]: m, which model_init has filled, takes the weights of a dense
@@ -553,7 +586,7 @@ MODEL_FN void model_upcycle(Model *m, const Model *dense, double noise, uint64_t
         host_to(m->b, m->b->param_type, dst, v, t->count);
         free(v);
     }
-    if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
+    model_params_changed(m);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -578,7 +611,7 @@ MODEL_FN Router router_of(const Model *m, int N, int micro_batches) {
 }
 
 MODEL_FN Plan identity_plan(const Model *m, int N) {
-    Plan p = {N, 1, N, m->dense_offsets, NULL, NULL, NULL, NULL, NULL};
+    Plan p = {N, 1, N, 1, m->dense_offsets, NULL, NULL, NULL, NULL, NULL};
     return p;
 }
 
@@ -602,11 +635,12 @@ MODEL_FN void mlp_forward(Model *m, int l, int N, int counting) {
                 &y->plan, y->topk, y->topk_weight, y->count, N, m->c.top_k, m->c.n_experts);
     }
     const Plan *p = is_moe_layer(&m->c, l) ? &y->plan : &dense;
-    b->expert_up_forward(y->mlp.H, y->ln2, y->mlp.W1, p, m->scratch);
-    b->expert_down_forward(m->branch, y->mlp.H, y->mlp.W2, p, 0, m->scratch);
+    act_t *A = b->keeps_A ? m->sA : NULL;
+    b->expert_up_forward(y->mlp.H, A, y->ln2, y->mlp.W1, p, m->scratch);
+    b->expert_down_forward(m->branch, y->mlp.H, A, y->mlp.W2, p, 0, m->scratch);
     if (y->shared.H) {
-        b->expert_up_forward(y->shared.H, y->ln2, y->shared.W1, &dense, m->scratch);
-        b->expert_down_forward(m->branch, y->shared.H, y->shared.W2, &dense, 1, m->scratch);
+        b->expert_up_forward(y->shared.H, A, y->ln2, y->shared.W1, &dense, m->scratch);
+        b->expert_down_forward(m->branch, y->shared.H, A, y->shared.W2, &dense, 1, m->scratch);
     }
 }
 
@@ -654,9 +688,9 @@ MODEL_FN void mlp_backward(Model *m, int l, int N, int micro_batches) {
     Plan dense = identity_plan(m, N);
     const Plan *p = moe ? &y->plan : &dense;
     if (m->shape.recompute >= 2) {
-        b->expert_up_forward(y->mlp.H, y->ln2, y->mlp.W1, p, m->scratch);
+        b->expert_up_forward(y->mlp.H, NULL, y->ln2, y->mlp.W1, p, m->scratch);
         if (y->shared.H)
-            b->expert_up_forward(y->shared.H, y->ln2, y->shared.W1, &dense, m->scratch);
+            b->expert_up_forward(y->shared.H, NULL, y->ln2, y->shared.W1, &dense, m->scratch);
     }
     // dH takes the place of H: from here on H is not needed
     b->expert_down_backward(
@@ -710,7 +744,7 @@ MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micr
 
 MODEL_FN int any_not_finite(const Backend *b, DType type, const void *p, size_t n) {
     double v[4096];
-    const size_t size = type == F64 ? sizeof(double) : sizeof(float);
+    const size_t size = dtype_size(type);
     for (size_t at = 0; at < n; at += 4096) {
         const size_t k = n - at < 4096 ? n - at : 4096;
         host_from(b, type, v, (const char *)p + at * size, k);
@@ -791,7 +825,7 @@ MODEL_FN void model_update(Model *m, const OptimConfig *o) {
         if (m->layer[l].bias)
             m->b->update_bias(
                 m->layer[l].bias, m->layer[l].count_sum, m->c.n_experts, m->bias_rate, m->state);
-    if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
+    model_params_changed(m);
 }
 
 MODEL_FN StepState model_state(const Model *m) {

@@ -35,6 +35,21 @@ typedef void grad_t;  // weight gradients and optimiser moments: float whatever 
 typedef void stat_t;  // rstd, log-sum-exp, router values, losses: float (double in the reference)
 
 typedef enum { F32, F64, BF16, F16 } DType;
+static inline size_t dtype_size(DType t) { return t == F64 ? 8 : t == F32 ? 4 : 2; }
+
+// bfloat16 is the upper half of a float: rounded to nearest, ties to even; NaN stays NaN.
+static inline uint16_t bf16_of(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    if (x != x) return (uint16_t)(u >> 16 | 0x40);
+    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+static inline float float_of_bf16(uint16_t h) {
+    const uint32_t u = (uint32_t)h << 16;
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
 
 enum { MAX_LAYERS = 1024, ARENA_ALIGN = 256 }; // every tensor starts on ARENA_ALIGN bytes
 
@@ -410,6 +425,7 @@ typedef struct Plan {
     int rows;       // R source rows
     int E;          // experts here
     int S_max;      // most slots there can be: what buffers are sized for
+    int row_max;    // most slots that one row can have
     int *offsets;   // (E+1) slots of expert e are [offsets[e], offsets[e+1]); S = offsets[E]
     int *row;       // (S) source row of a slot
     int *expert;    // (S) its expert
@@ -475,7 +491,12 @@ typedef struct Backend {
     const char *name;
     DType act_type, param_type, grad_type, stat_type;
     size_t act_size, param_size, grad_size, stat_size; // bytes of an element
-    void *stream;                                      // the device's queue, opaque
+    // the type that products read matrices in: param_type, or that of rounded copies of the weights,
+    // which params_changed makes. The router's matrix and the norms' weights are read as they are
+    DType mat_type;
+    size_t mat_size;
+    int keeps_A;  // expert_up_forward leaves A for expert_down_forward: it wants room for it
+    void *stream; // the device's queue, opaque
 
     // memory: alloc returns NULL when there is none, aligned to ARENA_ALIGN; fresh memory is
     // unspecified
@@ -491,9 +512,9 @@ typedef struct Backend {
     // bytes of scratch that the hungriest operation needs for this model and shape (each declares
     // its own)
     size_t (*scratch_bytes)(const Config *c, const ScratchShape *s);
-    // called after the optimiser wrote the parameters: rebuild whatever copies the backend keeps.
-    // NULL: none
-    void (*params_changed)(const param_t *params, const TensorTable *t);
+    // called after the parameters were written: rounds all of them to mat_type, at the same
+    // offsets. NULL where mat_type is param_type
+    void (*params_changed)(void *copies, const param_t *params, const TensorTable *t);
 
     // out[n] = wte[tokens[n]];  out (N,C), wte (V,C)
     void (*embedding_forward)(act_t *out, const int *tokens, Mat wte, int N);
@@ -569,12 +590,14 @@ typedef struct Backend {
     void (*plan_select)(Plan *p, int *moved, const int *idx, const stat_t *weight, const int *count,
         const stat_t *logits, const stat_t *lse, Router r, int reuse, void *scratch);
 
-    // H[s] = W1[e] X[row s], for every slot s of expert e;  H (S,2I) = [gate; up], W1 (E,2I,C)
-    void (*expert_up_forward)(act_t *H, const act_t *X, Mat W1, const Plan *p, void *scratch);
-    // out[r] (+)= sum over the slots of r, in expert order, of weight_s W2[e] (silu(g) * u)[s];
-    // out (R,C), W2 (E,C,I)
-    void (*expert_down_forward)(
-        act_t *out, const act_t *H, Mat W2, const Plan *p, int accumulate, void *scratch);
+    // H[s] = W1[e] X[row s], for every slot s of expert e;  H (S,2I) = [gate; up], W1 (E,2I,C).
+    // A (S,I) = silu(gate) * up; NULL: not asked for
+    void (*expert_up_forward)(
+        act_t *H, act_t *A, const act_t *X, Mat W1, const Plan *p, void *scratch);
+    // out[r] (+)= sum over the slots of r, in expert order, of weight_s W2[e] A[s];  out (R,C), W2
+    // (E,C,I). A: as expert_up_forward left it, or NULL: made from H
+    void (*expert_down_forward)(act_t *out, const act_t *H, const act_t *A, Mat W2, const Plan *p,
+        int accumulate, void *scratch);
     /* With a = silu(g) * u and da' = W2^T dout[row s]:  dS = <da', a>, dH = weight_s da' through
        SwiGLU, and dW2 += dout^T (weight_s a).      dH (S,2I) may be H itself; sA (S,I) is
        overwritten; dS (S), NULL = skipped */
@@ -610,6 +633,11 @@ typedef struct Backend {
 extern "C" {
 #endif
 extern const Backend *backend_cpu(void);
+/* moe_kernels.cu, once for each type of activations and matrices (F32, BF16; masters, gradients,
+   moments, the router and all sums are float): on the GPU, and on the CPU through cuda_cpu.h. Returns
+   NULL, with one line about it in *why, where there is no such device. */
+extern const Backend *backend_cuda(DType type, const char **why);
+extern const Backend *backend_emulated(DType type, const char **why);
 #ifdef __cplusplus
 }
 #endif

@@ -795,7 +795,8 @@ static Gemm *expert_list(void **scratch, int E) {
     return list;
 }
 
-static void expert_up_forward(act_t *H, const act_t *X, Mat W1, const Plan *p, void *scratch) {
+static void expert_up_forward(
+    act_t *H, act_t *A, const act_t *X, Mat W1, const Plan *p, void *scratch) {
     Gemm *list = expert_list(&scratch, p->E);
     for (int e = 0; e < p->E; e++) {
         const int s0 = p->offsets[e];
@@ -805,6 +806,13 @@ static void expert_up_forward(act_t *H, const act_t *X, Mat W1, const Plan *p, v
         list[e] = g;
     }
     gemm_grouped(list, p->E, scratch);
+    if (!A) return;
+    const int S = p->offsets[p->E], I = W1.rows / 2;
+#pragma omp parallel for if (worth((size_t)S * I * 8))
+    for (int s = 0; s < S; s++) {
+        const real *h = (const real *)H + (size_t)s * 2 * I;
+        swiglu((real *)A + (size_t)s * I, h, h + I, I);
+    }
 }
 
 /* The tile of a combine: source rows [r0, r1) times columns [c0, c1). A task owns it and walks the
@@ -892,10 +900,10 @@ static Panels expert_panels(void **scratch, Mat w, int trans, int E, int strip, 
     return x;
 }
 
-static void expert_down_forward(
-    act_t *out_, const act_t *H_, Mat W2, const Plan *p, int accumulate, void *scratch) {
+static void expert_down_forward(act_t *out_, const act_t *H_, const act_t *A_, Mat W2,
+    const Plan *p, int accumulate, void *scratch) {
     real *out = out_;
-    const real *H = H_, *weight = p->weight;
+    const real *H = H_, *A = A_, *weight = p->weight;
     const int C = W2.rows, I = W2.cols, rows = combine_rows(p->rows, C);
     const size_t part = (size_t)EXPERT_ROWS * (I + STRIP) * sizeof(real) + gemm_serial_bytes();
     const Panels panels = expert_panels(&scratch, W2, 1, p->E, STRIP, p->rows);
@@ -910,11 +918,12 @@ static void expert_down_forward(
             const int end = first_slot(p, e, t.r1);
             for (int s0 = first_slot(p, e, t.r0); s0 < end; s0 += EXPERT_ROWS) {
                 const int n = min_int(EXPERT_ROWS, end - s0);
-                for (int i = 0; i < n; i++) {
+                for (int i = 0; i < n && !A; i++) {
                     const real *h = H + (size_t)(s0 + i) * 2 * I;
                     swiglu(a + (size_t)i * I, h, h + I, I);
                 }
-                Gemm g = {{a, I, NULL, 0}, columns_of(&panels, e, t.c0), y, ld, n, ld, I, 0};
+                Gemm g = {{A ? A + (size_t)s0 * I : a, I, NULL, 0}, columns_of(&panels, e, t.c0), y,
+                    ld, n, ld, I, 0};
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
                     real *o = out + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
@@ -1265,6 +1274,9 @@ const Backend *backend_cpu(void) {
         sizeof(real),
         sizeof(real),
         sizeof(real),
+        sizeof(real) == 8 ? F64 : F32,
+        sizeof(real),
+        0,
         NULL,
         arena_alloc,
         free,

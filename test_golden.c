@@ -74,7 +74,7 @@ static void open_model(Model *m, const char *folder, int B, int T, int train) {
     model_build(m, &c, backend_cpu(), s, NULL);
     if (model_read(folder, &c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], &err))
         die(RUN_ERROR, "%s", err.text);
-    if (m->b->params_changed) m->b->params_changed(m->base[A_PARAMS], &m->table);
+    model_params_changed(m);
 }
 
 static float *logits_of(const Model *m, int N) { // (N,V), of the last forward pass

@@ -709,12 +709,12 @@ static void test_expert_order(void) {
     void *scratch = fresh(b->scratch_bytes(&c, &s), 1);
     float *all = fresh(N * C, sizeof(float)), *steps = fresh(N * C, sizeof(float));
     int offsets[2] = {0, N};
-    b->expert_down_forward(all, H, mat(b, w, E, C, I), &p, 0, scratch);
+    b->expert_down_forward(all, H, NULL, mat(b, w, E, C, I), &p, 0, scratch);
     for (int e = 0; e < E; e++) {
-        const Plan one = {N, 1, N, offsets, p.row + e * N, p.expert, (float *)p.weight + e * N,
+        const Plan one = {N, 1, N, 1, offsets, p.row + e * N, p.expert, (float *)p.weight + e * N,
             p.row_begin, p.slot};
         b->expert_down_forward(
-            steps, H + e * N * 2 * I, mat(b, w + e * C * I, 1, C, I), &one, e > 0, scratch);
+            steps, H + e * N * 2 * I, NULL, mat(b, w + e * C * I, 1, C, I), &one, e > 0, scratch);
     }
     check(!memcmp(all, steps, N * C * sizeof(float)), "the sums differ");
     release_to(mark);

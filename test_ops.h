@@ -401,7 +401,7 @@ static void attention_case(const char *name, int B, int T, int heads, int kv, in
 static Plan plan_of(const Backend *b, const int *idx, const void *weight, int N, int K, int E) {
     const size_t S = (size_t)N * K;
     int *count = fresh(E, sizeof(int));
-    Plan p = {N, E, (int)S, fresh(E + 1, 4), fresh(S, 4), fresh(S, 4), fresh(S, b->stat_size),
+    Plan p = {N, E, (int)S, K, fresh(E + 1, 4), fresh(S, 4), fresh(S, 4), fresh(S, b->stat_size),
         fresh(N + 1, 4), fresh(S, 4)};
     memset(count, 0, E * sizeof(int));
     for (size_t s = 0; s < S; s++) count[idx[s]]++;
@@ -474,18 +474,19 @@ static void router_case(
     check_op(&o);
 }
 
-enum { IN_PLACE = 1, ADD = 2, IDENTITY = 4 };
+enum { IN_PLACE = 1, ADD = 2, IDENTITY = 4, KEEP_A = 8 };
 OP(op_experts) {
     const int N = o->N, E = o->c.n_experts, K = o->c.top_k, C = o->c.d_model, I = o->c.d_expert;
     const size_t S = (size_t)N * K;
     const Mat W1 = mat(b, x[1], E, 2 * I, C), W2 = mat(b, x[2], E, C, I);
     int whole[2] = {0, N};
-    Plan p = {N, 1, N, whole, NULL, NULL, NULL, NULL, NULL};
+    Plan p = {N, 1, N, 1, whole, NULL, NULL, NULL, NULL, NULL};
     void *H = fresh(S * 2 * I, b->act_size), *scratch = scratch_for(o, b);
     if (!(o->variant & IDENTITY)) p = plan_of(b, o->ids, x[3], N, K, E);
-    b->expert_up_forward(H, x[0], W1, &p, scratch);
+    void *A = o->variant & KEEP_A ? fresh(S * I, b->act_size) : NULL;
+    b->expert_up_forward(H, A, x[0], W1, &p, scratch);
     if (o->variant & ADD) memcpy(y[0], x[0], o->x_count[0] * b->act_size);
-    b->expert_down_forward(y[0], H, W2, &p, !!(o->variant & ADD), scratch);
+    b->expert_down_forward(y[0], H, A, W2, &p, !!(o->variant & ADD), scratch);
     if (!dx) return;
     void *dH = o->variant & IN_PLACE ? H : fresh(S * 2 * I, b->act_size);
     void *sA = fresh(S * I, b->act_size), *dS = p.row ? fresh(S, b->stat_size) : NULL;
@@ -557,6 +558,7 @@ static void test_operations(void) {
     }
     experts_case("experts/top2", 11, 7, 5, 4, 2, 4, 0, 25);
     experts_case("experts/in-place", 11, 7, 5, 4, 2, 4, IN_PLACE, 25);
+    experts_case("experts/kept-A", 11, 7, 5, 4, 2, 4, IN_PLACE | KEEP_A, 25);
     experts_case("experts/accumulate", 11, 7, 5, 4, 2, 4, IN_PLACE | ADD, 25);
     experts_case("experts/identity", 9, 6, 11, 1, 1, 1, IN_PLACE | IDENTITY, 25);
     experts_case("experts/idle", 9, 6, 18, 5, 2, 3, IN_PLACE, 25);

@@ -243,8 +243,8 @@ static void test_select(int kind) {
                 rank[(size_t)n * E + e] =
                     logits[(size_t)n * E + e] - (kind == ROUTER_SIGMOID ? 0 : lse[n]);
         }
-        Plan p = {N, E, S_max, fresh(E + 1, 4), fresh(S_max, 4), fresh(S_max, 4), fresh(S_max, 8),
-            fresh(N + 1, 4), fresh(S_max, 4)};
+        Plan p = {N, E, S_max, E, fresh(E + 1, 4), fresh(S_max, 4), fresh(S_max, 4),
+            fresh(S_max, 8), fresh(N + 1, 4), fresh(S_max, 4)};
         void *scratch = fresh(b->scratch_bytes(&c, &shape), 1);
         set_threads(1 + trial % 3);
         b->plan_select(&p, moved, idx, weight, count, logits, lse, r, 0, scratch);
@@ -305,7 +305,7 @@ static void test_select_threads(void) {
             for (int k = 0; k < N * E && turn == 2 && !i; k += 3) logits[k] = NAN;
             int moved[2] = {0, 0};
             const Router r = {ROUTER_SOFTMAX, N, 4, E, K, 1, 0, 0, N * K / E, tile};
-            Plan p = {N, E, S, fresh(E + 1, 4), fresh(S, 4), fresh(S, 4), fresh(S, 4),
+            Plan p = {N, E, S, E, fresh(E + 1, 4), fresh(S, 4), fresh(S, 4), fresh(S, 4),
                 fresh(N + 1, 4), fresh(S, 4)};
             set_threads(threads[i]);
             b->plan_select(&p, moved, idx, weight, count, logits, lse, r, 0,

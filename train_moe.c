@@ -647,7 +647,7 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
     }
     free(steps);
     if (!j) die(USER_ERROR, "--resume: no checkpoint of step %lld in %s", (long long)only, out);
-    if (r->m.b->params_changed) r->m.b->params_changed(r->m.base[A_PARAMS], &r->m.table);
+    model_params_changed(&r->m);
     r->elapsed = json_number_value(json_object_get(j, "elapsed_s"));
     r->saved_step = r->step;
     json_t *last = json_object_get(j, "last");
