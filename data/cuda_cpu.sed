@@ -7,9 +7,9 @@
 #   __shared__ T name[3][4];      -> T (&name)[3][4] = *(T (*)[3][4])cuda_cpu::static_shared(...)
 #   __shared__ T name;            -> T &name = *(T *)cuda_cpu::static_shared(...)
 #
-# A launch has at least one argument, and neither its template arguments nor its configuration
-# hold < or >.
-s/([A-Za-z_][A-Za-z_0-9]*(<[^<>;"]*>)?)<<<([^<>;]*)>>>\(/cuda_cpu::launch(\3).run("\1", \1, /g
+# A launch has at least one argument; its template arguments hold no < or >, its configuration none
+# but that of ->.
+s/([A-Za-z_][A-Za-z_0-9]*(<[^<>;"]*>)?)<<<(([^<>;]|->)*)>>>\(/cuda_cpu::launch(\3).run("\1", \1, /g
 s/extern __shared__ (__align__\([0-9]+\) )?([A-Za-z_0-9: ]+) ([A-Za-z_0-9]+)\[\];/\2 *\3 = (\2 *)cuda_cpu::dynamic_shared();/g
 s/__shared__ (__align__\([0-9]+\) )?([A-Za-z_0-9: ]+) ([A-Za-z_0-9]+)((\[[^];]*\])+);/\2 (\&\3)\4 = *(\2 (*)\4)cuda_cpu::static_shared(__COUNTER__, sizeof(\2 \4));/g
 s/__shared__ (__align__\([0-9]+\) )?([A-Za-z_0-9: ]+) ([A-Za-z_0-9]+);/\2 \&\3 = *(\2 *)cuda_cpu::static_shared(__COUNTER__, sizeof(\2));/g
