@@ -305,6 +305,9 @@ static inline uint64_t draw(uint64_t *state) { // xorshift [Marsaglia 2003]
     } while (0)
 
 [[noreturn]] static inline void failed(const char *what) {
+    static int said; // blocks run side by side: one message is enough
+    if (__atomic_exchange_n(&said, 1, __ATOMIC_RELAXED))
+        for (;;) pause();
     fflush(stdout);
     if (worker && worker->block && worker->self)
         fprintf(stderr, "emulated device: %s, block (%u,%u,%u), thread (%u,%u,%u): %s\n",
