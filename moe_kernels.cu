@@ -21,6 +21,9 @@
 #ifndef CUDA_CPU_H
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#ifdef USE_CUBLAS
+#include <cublas_v2.h>
+#endif
 #endif
 #include "moe.h"
 
@@ -588,9 +591,50 @@ static int product(const Product<T> &p) { // returns the column tiles
 // -------------------------------------------------------------------------------------------------
 // linear
 
+#ifdef USE_CUBLAS
+/* cuBLAS for the dense products (--dense cublas): a yardstick. Which of its kernels runs depends on the
+   shape, so a row's bits depend on the rows beside it. It works by columns: a row-major matrix is
+   its transpose there. */
+static cublasHandle_t cublas; // NULL: our own product
+static cudaDataType_t cublas_type(size_t size) {
+    return size == sizeof(float) ? CUDA_R_32F : CUDA_R_16BF;
+}
+// out (n,m) (+)= b (n,k) a (m,k)^T, as cuBLAS sees it
+static void cublas_product(cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k,
+    const void *a, size_t lda, const void *b, size_t ldb, size_t size, void *out, size_t ldo,
+    size_t out_size, int accumulate) {
+    const float one = 1, beta = accumulate ? 1 : 0;
+    if (cublasGemmEx(cublas, op_a, op_b, m, n, k, &one, a, cublas_type(size), (int)lda, b,
+            cublas_type(size), (int)ldb, &beta, out, cublas_type(out_size), (int)ldo,
+            CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) != CUBLAS_STATUS_SUCCESS)
+        die(RUN_ERROR, "cuBLAS refuses a product of %d x %d x %d", m, n, k);
+}
+#endif
+// Dense products through cuBLAS from here on. 0, with the reason in *why, where there is none.
+extern "C" int cuda_dense_cublas(const char **why) {
+#ifdef USE_CUBLAS
+    if (!cublas &&
+        (cublasCreate(&cublas) != CUBLAS_STATUS_SUCCESS ||
+            cublasSetStream(cublas, device.stream) != CUBLAS_STATUS_SUCCESS)) {
+        cublas = NULL;
+        *why = "cuBLAS does not start";
+        return 0;
+    }
+    return 1;
+#else
+    *why = "this build has no cuBLAS";
+    return 0;
+#endif
+}
+
 template <class T>
 static void linear_forward(act_t *out, const act_t *inp, Mat w, int N, void *scratch) {
     (void)scratch;
+#ifdef USE_CUBLAS
+    if (cublas)
+        return cublas_product(CUBLAS_OP_T, CUBLAS_OP_N, w.rows, N, w.cols, w.data, w.ld, inp,
+            w.cols, sizeof(T), out, w.rows, sizeof(T), 0);
+#endif
     Product<T> p = {};
     p.a = (const T *)inp, p.lda = w.cols;
     p.b = (const T *)w.data, p.ldb = w.ld;
@@ -603,6 +647,11 @@ static void linear_forward(act_t *out, const act_t *inp, Mat w, int N, void *scr
 template <class T>
 static void weight_gradient(
     grad_t *dweight, size_t ld, const T *a, int m, const T *b, int n, int N) {
+#ifdef USE_CUBLAS
+    if (cublas)
+        return cublas_product(CUBLAS_OP_N, CUBLAS_OP_T, n, m, N, b, n, a, m, sizeof(T), dweight, ld,
+            sizeof(float), 1);
+#endif
     Product<T> p = {};
     p.a = a, p.lda = m, p.b = b, p.ldb = n;
     p.groups = 1, p.rows = N, p.m = m, p.n = n;
@@ -610,24 +659,29 @@ static void weight_gradient(
     product<T, TN, GRAD>(p);
 }
 
+// dinp (N,cols) (+)= dout w
+template <class T>
+static void input_gradient(T *dinp, const T *dout, Mat w, int N, int accumulate) {
+#ifdef USE_CUBLAS
+    if (cublas)
+        return cublas_product(CUBLAS_OP_N, CUBLAS_OP_N, w.cols, N, w.rows, w.data, w.ld, dout,
+            w.rows, sizeof(T), dinp, w.cols, sizeof(T), accumulate);
+#endif
+    Product<T> p = {};
+    p.a = dout, p.lda = w.rows;
+    p.b = (const T *)w.data, p.ldb = w.ld;
+    p.groups = 1, p.rows = N, p.n = w.cols, p.k = w.rows;
+    p.out = dinp, p.ldo = w.cols, p.accumulate = accumulate;
+    product<T, NN, STORE>(p);
+}
+
 template <class T>
 static void linear_backward(act_t *dinp, grad_t *dweight, const act_t *dout, const act_t *inp,
     Mat w, int N, int accumulate, void *scratch) {
     (void)scratch;
-    if (dinp) {
-        Product<T> p = {};
-        p.a = (const T *)dout, p.lda = w.rows;
-        p.b = (const T *)w.data, p.ldb = w.ld;
-        p.groups = 1, p.rows = N, p.n = w.cols, p.k = w.rows;
-        p.out = dinp, p.ldo = w.cols, p.accumulate = accumulate;
-        product<T, NN, STORE>(p);
-    }
+    if (dinp) input_gradient<T>((T *)dinp, (const T *)dout, w, N, accumulate);
     weight_gradient<T>(dweight, w.ld, (const T *)dout, w.rows, (const T *)inp, w.cols, N);
 }
-
-//SECTION rotary, attention
-
-//SECTION router, plan
 
 // -------------------------------------------------------------------------------------------------
 // experts
