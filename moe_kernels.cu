@@ -974,6 +974,21 @@ __global__ void __launch_bounds__(THREADS) cross_entropy_kernel(
         dlogits[row * V + v] = from_float<T>((expf(z[v] - top) * inv - (v == target)) * scale);
 }
 
+// logits (N,V) = x w^T, float
+template <class T> static void logits_of(float *logits, const T *x, Mat w, int N) {
+#ifdef USE_CUBLAS
+    if (cublas)
+        return cublas_product(CUBLAS_OP_T, CUBLAS_OP_N, w.rows, N, w.cols, w.data, w.ld, x, w.cols,
+            sizeof(T), logits, w.rows, sizeof(float), 0);
+#endif
+    Product<T> p = {};
+    p.a = x, p.lda = w.cols;
+    p.b = (const T *)w.data, p.ldb = w.ld;
+    p.groups = 1, p.rows = N, p.n = w.rows, p.k = w.cols;
+    p.out = logits, p.ldo = w.rows;
+    product<T, NT, LOGITS>(p);
+}
+
 template <class T>
 static void classifier(stat_t *losses, act_t *dinp, grad_t *dw, const act_t *inp, Mat w,
     const int *targets, int N, double scale, void *scratch) {
@@ -983,12 +998,7 @@ static void classifier(stat_t *losses, act_t *dinp, grad_t *dw, const act_t *inp
     for (int n0 = 0; n0 < N; n0 += chunk) {
         const int rows = chunk < N - n0 ? chunk : N - n0;
         const T *x = (const T *)inp + (size_t)n0 * C;
-        Product<T> p = {};
-        p.a = x, p.lda = C;
-        p.b = (const T *)w.data, p.ldb = w.ld;
-        p.groups = 1, p.rows = rows, p.n = V, p.k = C;
-        p.out = logits, p.ldo = V;
-        product<T, NT, LOGITS>(p);
+        logits_of<T>(logits, x, w, rows);
         cross_entropy_kernel<T><<<rows, THREADS, 0, device.stream>>>(
             (float *)losses + n0, dlogits, logits, targets + n0, V, (float)scale);
         launched("cross_entropy");
