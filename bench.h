@@ -231,7 +231,7 @@ static void stepper_open(Stepper *s, const Options *o, const Backend *b) {
     memset(s, 0, sizeof *s);
     if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
     model_plan(&s->m, &o->c, b, train_shape(o));
-    check_memory((double)model_bytes(&s->m), "lower --batch, --seq or the size of the model");
+    check_memory(b, (double)model_bytes(&s->m), "lower --batch, --seq or the size of the model");
     model_free(&s->m);
     model_build(&s->m, &o->c, b, train_shape(o), NULL);
     model_init(&s->m, 1);
@@ -549,7 +549,7 @@ static int fitting(const Options *list, int n) {
         model_plan(&m, &list[k].c, backend_of(&list[k]), train_shape(&list[k]));
         need += (double)model_bytes(&m);
         model_free(&m);
-        if (need < 0.9 * memory_available()) continue;
+        if (need < 0.9 * memory_of(backend_of(&list[k]))) continue;
         warn("bench: only %d of %d sizes fit into memory", k, n);
         return k;
     }
