@@ -6,9 +6,14 @@
 # builds never mix: build/cc, build/clang, build/cc-san, build/cc-portable. The programs are linked
 # from there to the root. What the compiler can do, and which libraries there are, is found once by
 # compiling and linking small probes, and kept in build/NAME/config.mk; `make clean` forgets it.
+#
+# moe_kernels.cu, the CUDA twin of moe_cpu.c, is compiled twice: by nvcc, once for all builds
+# (build/cuda-ARCHITECTURES), and through cuda_cpu.h by an ordinary C++ compiler, as the device
+# `emulated`, which test_moe has wherever there is a C++ compiler and train_moe in `make emulated`.
 
 # ---- settings, on the command line: `make CC=clang SAN=1 test` -----------------------------------
 CC       ?= cc
+CXX      ?=# for the emulated device; otherwise the C++ compiler that belongs to CC
 CFLAGS   ?= -O3 -g# optimisation only: what the numbers need is in NUMERICS below
 CPPFLAGS ?=# -isystem DIR, for headers in unusual places
 LDFLAGS  ?=# -L DIR
@@ -17,6 +22,10 @@ PORTABLE ?=# 1: no -march=native; on x86-64 one program, which picks AVX2 or AVX
 SAN      ?=# 1: address and undefined-behaviour sanitizers
 OPENMP   ?= 1# 0: build without, even where it is there
 PCRE2    ?= 1# the same
+CUDA     ?=# 1: CUDA kernels, wherever nvcc is; 0: none; otherwise where there is a GPU too
+CUDA_ARCH ?=# "80 90": for these; otherwise for the GPUs here, else sm_80, sm_90 and nvcc's newest
+NVCC     ?=# nvcc, where it is neither in the PATH nor in /usr/local/cuda/bin
+NVCCFLAGS ?= -O3 -lineinfo
 TEXT     ?=# a text file or folder for `make train`, instead of the fetched texts
 FUZZ_S   ?= 60# seconds of `make fuzz` for each target
 
@@ -25,6 +34,15 @@ FUZZ_S   ?= 60# seconds of `make fuzz` for each target
 # -fno-math-errno only lets sqrt and fma, which are correctly rounded either way, become
 # instructions; exp, log, sin and cos are our own.
 NUMERICS := -std=gnu11 -ffp-contract=off -fno-math-errno
+
+# make's own CXX knows nothing of CC: objects of both are linked, with the sanitizers of one.
+ifneq ($(filter default undefined,$(origin CXX))$(if $(CXX),,none),)
+CXX := $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(if \
+    $(findstring gcc,$(CC)),$(subst gcc,g++,$(CC)),$(patsubst %cc,%c++,$(CC))))
+OWN_CXX :=
+else
+OWN_CXX := CXX=$(CXX)
+endif
 
 REFUSED := -Ofast -ffast-math -ffinite-math-only -funsafe-math-optimizations# in CFLAGS
 REFUSED := $(filter $(REFUSED),$(CFLAGS))
@@ -44,20 +62,23 @@ hash  := \#
 # A setting that is on, off, and the others that give a build a folder of its own.
 on     = $(filter-out 0 no off,$(strip $(1)))
 off    = $(if $(on),,off)
-CUSTOM := $(strip $(filter-out -O3 -g,$(CFLAGS)) $(CPPFLAGS) $(LDFLAGS))
+CUSTOM := $(strip $(filter-out -O3 -g,$(CFLAGS)) $(CPPFLAGS) $(LDFLAGS) $(OWN_CXX) $(NVCC) \
+    $(CUDA_ARCH))
 NAME   := $(subst /,_,$(subst $(space),_,$(strip $(CC))))
 NAME   := $(NAME)$(if $(call on,$(SAN)),-san)$(if $(call on,$(PORTABLE)),-portable)
 NAME   := $(NAME)$(if $(call off,$(OPENMP)),-no-openmp)$(if $(call off,$(PCRE2)),-no-pcre2)
+NAME   := $(NAME)$(if $(CUDA),$(if $(call on,$(CUDA)),-cuda,-no-cuda))
 NAME   := $(NAME)$(if $(CUSTOM),-$(firstword $(shell printf '%s' '$(CUSTOM)' | cksum)))
 B      := build/$(NAME)
+E      := $(B)-emulated
 CONFIG := $(B)/config.mk
 
 ifneq ($(call on,$(SAN)),)
 MODE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 endif
 
-.PHONY: all programs plot lint fuzz fuzz-run train train-run test test-run deps deps-all format \
-    clean help FORCE
+.PHONY: all programs emulated gpu-check gpu-check-run kernel-report kernel-report-run plot lint \
+    fuzz fuzz-run train train-run test test-run deps deps-all format clean help FORCE
 all:
 
 # ---- probes --------------------------------------------------------------------------------------
@@ -73,7 +94,45 @@ PROBES = tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	stb() { links stb/stb_ds.h '' ''; }; \
 	pcre2() { links pcre2.h 'pcre2_code_free(NULL);' '-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8'; }; \
 	openmp() { [ '$(call on,$(OPENMP))' ] && \
-	    links omp.h 'return omp_get_max_threads() < 1;' -fopenmp; }
+	    links omp.h 'return omp_get_max_threads() < 1;' -fopenmp; }; \
+	cxx() { printf 'int main() { if constexpr (sizeof(int) > 1) return 0; else return 1; }\n' \
+	        >"$$tmp/probe.cpp" && printf x | sed -z -E 's/x/y/' >/dev/null 2>&1 && \
+	    $(CXX) -std=c++17 $(CPPFLAGS) $(MODE) $$1 "$$tmp/probe.cpp" -o "$$tmp/probe" $(LDFLAGS) \
+	        >/dev/null 2>&1; }; \
+	find_nvcc() { for n in $(or $(NVCC),nvcc /usr/local/cuda/bin/nvcc); do \
+	    command -v $$n && break; done; }; \
+	gpus() { nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+	    grep -xE '[0-9]+\.[0-9]' | tr -d . | sort -nu | tr '\n' ' '; }; \
+	newest() { "$$1" --list-gpu-arch 2>/dev/null | sed -n 's/^compute_\([0-9]*\)$$/\1/p' | \
+	    sort -n | tail -n 1; }; \
+	cuda() { printf '__global__ void k() {}\nint main() { k<<<1, 1>>>(); return 0; }\n' \
+	        >"$$tmp/probe.cu" && \
+	    cudalib="$$("$$1" --dryrun -c "$$tmp/probe.cu" -o "$$tmp/probe.o" 2>&1 | \
+	        sed -n 's/.*LIBRARIES= *//p' | tr -d '"') -lcudart_static -ldl -lrt -lpthread" && \
+	    "$$1" -std=c++17 $$2 -c "$$tmp/probe.cu" -o "$$tmp/probe.o" >/dev/null 2>&1 && \
+	    $(CXX) "$$tmp/probe.o" -o "$$tmp/probe" $(LDFLAGS) $$cudalib >/dev/null 2>&1; }
+
+# CUDA is built in where it can run, for nvcc takes long. Asked for and impossible is an error; found,
+# but of no use here, is said. Sanitizers and a GPU's driver want the same addresses: only if asked.
+CONFIGURE_CUDA = gpus=; nvcc=; \
+	[ '$(if $(CUDA),$(call off,$(CUDA)),$(call on,$(SAN)))' ] || \
+	    { gpus=$$(gpus); nvcc=$$(find_nvcc); }; \
+	sms='$(CUDA_ARCH)'; \
+	[ "$$sms" ] || sms=$$gpus; \
+	[ "$$sms" ] || [ -z "$$nvcc" ] || sms="80 90 $$(newest "$$nvcc")"; \
+	forced() { [ -z '$(call on,$(CUDA))' ] || stop "CUDA=1: $$*"; }; \
+	if [ -z "$$nvcc" ]; then \
+	    forced "no nvcc in the PATH or in /usr/local/cuda/bin; NVCC=PATH names it"; \
+	    [ -z "$$gpus" ] || cudasaid='off (a GPU, but no nvcc)'; \
+	    sms=; \
+	elif [ -z "$${gpus}$(call on,$(CUDA))" ]; then \
+	    cudasaid='off (nvcc, but no GPU; CUDA=1 builds it)'; sms=; \
+	elif [ "$$cxx" ] && cuda "$$nvcc" -arch=sm_$${sms%% *}; then \
+	    sms=$$(echo $$sms); cudasaid="on (sm_$$(echo $$sms | sed 's/ /, sm_/g'))"; \
+	else \
+	    forced "$$nvcc and $(CXX) cannot compile and link a program for sm_$${sms%% *}"; \
+	    cudasaid="off ($$nvcc and $(CXX) make no program)"; sms=; \
+	fi
 
 # What is missing is said by the file itself, which goes away as it is read: the next make looks
 # again.
@@ -90,16 +149,25 @@ $(CONFIG): Makefile
 	done; \
 	omp=; openmp && omp=-fopenmp; \
 	pcre=; [ '$(call on,$(PCRE2))' ] && pcre2 && pcre=-lpcre2-8; \
+	cxx=; cxx $$omp && cxx=1; \
+	sms=; cudalib=; cudasaid=off; $(CONFIGURE_CUDA); \
 	{ echo "TARGET := $$($(CC) -dumpmachine)"; \
 	  echo "ARCH := $$arch"; \
 	  echo "OMP := $${omp:--Wno-unknown-pragmas}"; \
 	  echo "PCRE2_LIB := $$pcre"; \
 	  echo "FOUND := OpenMP $$([ "$$omp" ] && echo on || echo 'off (one thread)')\$$(comma)"; \
-	  echo "FOUND += PCRE2 $$([ "$$pcre" ] && echo on || echo 'off (no vocabularies with merges)')"; \
+	  echo "CXX_WORKS := $$cxx"; \
+	  echo "CUDA_SMS := $$sms"; \
+	  echo "CUDA_NVCC := $$nvcc"; \
+	  echo "CUDA_LIBS := $$cudalib"; \
+	  echo "FOUND += PCRE2 $$([ "$$pcre" ] && echo on || \
+	      echo 'off (no vocabularies with merges)')\$$(comma)"; \
+	  echo "FOUND += C++ $$([ "$$cxx" ] && echo on || echo 'off (no emulated device)')\$$(comma)"; \
+	  echo "FOUND += CUDA $$cudasaid"; \
 	} >$@.part && mv $@.part $@
 
 # Goals that work on a machine where the probes would fail.
-UNCONFIGURED := train test fuzz deps deps-all lint format clean help
+UNCONFIGURED := train test fuzz gpu-check kernel-report deps deps-all lint format clean help
 ifneq ($(filter-out $(UNCONFIGURED),$(or $(MAKECMDGOALS),all)),)
 include $(CONFIG)
 endif
@@ -108,7 +176,9 @@ endif
 DEFINES = $(if $(PCRE2_LIB),-DUSE_PCRE2)
 COMPILE = $(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(WARNINGS) $(DEFINES) $(CPPFLAGS) $(MODE) -MMD -MP
 LIBS    = $(PCRE2_LIB) -ljansson -lm
-LINK    = $(CC) $(CFLAGS) $(ARCH) $(OMP) $(MODE) -o $@ $(filter %.o,$^) $(LDFLAGS) $(LIBS)
+LINKER  = $(if $(filter $(CUDA_OBJECT) $(B)/moe_emulated.o,$^),$(CXX),$(CC))
+LINK    = $(LINKER) $(CFLAGS) $(ARCH) $(OMP) $(MODE) -o $@ $(filter %.o,$^) $(LDFLAGS) $(LIBS) \
+    $(if $(CUDA_OBJECT),$(CUDA_LIBS))
 
 # moe_cpu.c is the CPU backend; in a portable x86-64 build it is there three times, once for each
 # instruction set.
@@ -118,6 +188,17 @@ ifneq ($(filter x86_64-% amd64-%,$(TARGET)),)
 CPU := $(B)/moe_base.o $(B)/moe_avx2.o $(B)/moe_avx512.o
 DISPATCH := -DMOE_DISPATCH
 endif
+endif
+
+# The devices besides the CPU: which a program has, its commands.h must know.
+ifneq ($(CUDA_SMS),)
+CUDA_DIR    := build/cuda-$(subst $(space),-,$(CUDA_SMS))
+CUDA_OBJECT := $(CUDA_DIR)/moe_kernels.o
+$(B)/train_moe.o $(E)/train_moe.o $(B)/test_moe.o: DEFINES += -DHAVE_CUDA
+endif
+ifneq ($(CXX_WORKS),)
+EMULATED := $(B)/moe_emulated.o
+$(E)/train_moe.o $(B)/test_moe.o: DEFINES += -DHAVE_EMULATED
 endif
 
 TESTS    := test_moe test_golden test_files test_tokens test_fuzz
@@ -131,10 +212,10 @@ all: programs $(ROOT)
 programs: $(PROGRAMS)
 	@echo "$(B): $(strip $(CC) $(ARCH) $(MODE)), $(FOUND)"
 
-$(B)/train_moe: $(B)/train_moe.o $(CPU)
+$(B)/train_moe: $(B)/train_moe.o $(CPU) $(CUDA_OBJECT)
 	$(LINK)
 # The tests measure against moe_f64.o, the same backend in double precision.
-$(B)/test_moe: $(B)/test_moe.o $(CPU) $(B)/moe_f64.o
+$(B)/test_moe: $(B)/test_moe.o $(CPU) $(B)/moe_f64.o $(CUDA_OBJECT) $(EMULATED)
 	$(LINK)
 $(B)/test_golden: $(B)/test_golden.o $(CPU)
 	$(LINK)
@@ -157,10 +238,61 @@ $(B)/moe_avx512.o: moe_cpu.c $(CONFIG)
 	$(COMPILE) -mavx512f -mavx512vl -mavx512dq -mavx512bw -mavx2 -mfma \
 	    -Dbackend_cpu=backend_avx512 -c $< -o $@
 
+# ---- the kernels ---------------------------------------------------------------------------------
+# On the CPU: launches and shared memory are rewritten by data/cuda_cpu.sed, which says how; the
+# rest of CUDA is in cuda_cpu.h. The line numbers are those of the kernels.
+$(B)/moe_kernels_cpu.cpp: moe_kernels.cu data/cuda_cpu.sed $(CONFIG)
+	{ echo '$(hash)line 1 "moe_kernels.cu"'; sed -z -E -f data/cuda_cpu.sed $<; } >$@
+$(B)/moe_emulated.o: $(B)/moe_kernels_cpu.cpp cuda_cpu.h $(CONFIG)
+	$(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(CFLAGS) $(ARCH) $(OMP) $(WARNINGS) \
+	    $(CPPFLAGS) $(MODE) -MMD -MP -I. -include cuda_cpu.h -Dbackend_cuda=backend_emulated \
+	    -c $< -o $@
+
+# train_moe with the emulated device: the other objects are those of the ordinary build.
+$(E)/train_moe.o: train_moe.c $(CONFIG)
+	@mkdir -p $(@D)
+	$(COMPILE) $(DISPATCH) -c $< -o $@
+$(E)/train_moe: $(E)/train_moe.o $(CPU) $(CUDA_OBJECT) $(EMULATED)
+	$(LINK)
+emulated: $(if $(EMULATED),$(E)/train_moe)
+	@[ '$(EMULATED)' ] || { echo 'emulated: $(CXX) compiles no C++17 here (or sed knows no -z):' \
+	    'CXX=NAME names another, make deps-all installs one' >&2; exit 2; }
+	@[ '$(call on,$(SAN))' ] || ln -sfn $(E)/train_moe train_moe_emulated
+	@echo "$(E)/train_moe: --device emulated runs moe_kernels.cu on the CPU"
+
+# By nvcc: one object for all builds, made anew when its sources or the command change. What ptxas
+# says of each kernel, and the PTX, stay beside it for `make kernel-report`; the rest that nvcc keeps
+# goes.
+NVCC_COMPILE = $(CUDA_NVCC) -std=c++17 $(NVCCFLAGS) -Xcompiler -ffp-contract=off \
+    $(addprefix -Xcompiler ,$(WARNINGS)) $(if $(filter -Werror,$(WARNINGS)),-Werror all-warnings) \
+    $(foreach a,$(CUDA_SMS),-gencode arch=compute_$(a),code=sm_$(a)) \
+    -gencode arch=compute_$(lastword $(CUDA_SMS)),code=compute_$(lastword $(CUDA_SMS)) \
+    -Xptxas -v --keep --keep-dir $(CUDA_DIR)
+ifneq ($(CUDA_OBJECT),)
+$(CUDA_DIR)/command: FORCE
+	@mkdir -p $(@D); echo '$(NVCC_COMPILE)' | cmp -s - $@ || echo '$(NVCC_COMPILE)' >$@
+$(CUDA_OBJECT): moe_kernels.cu $(CUDA_DIR)/command
+	$(NVCC_COMPILE) -MMD -MP -MF $(@:.o=.d) -c $< -o $@ >$(@D)/ptxas.log 2>&1 || \
+	    { grep -v '^ptxas info' $(@D)/ptxas.log; false; }
+	@cd $(@D) && rm -f *.ii *.cudafe* *.gpu *.stub.c *.reg.c *.module_id *.fatbin* *.cubin *.c
+endif
+
+kernel-report:
+	@$(MAKE) CUDA=1 kernel-report-run
+kernel-report-run: $(CUDA_OBJECT)
+	@bash data/kernel_report.sh moe_kernels.cu $(CUDA_DIR)
+# On a machine with a GPU: everything that needs one.
+gpu-check:
+	@bash data/gpu_check.sh
+	@$(MAKE) gpu-check-run
+gpu-check-run: $(B)/train_moe $(B)/test_moe
+	@TRAIN='$(CURDIR)/$(B)/train_moe' TEST='$(CURDIR)/$(B)/test_moe' \
+	    bash data/gpu_check.sh '$(strip $(FOUND))'
+
 train_moe $(TESTS): %: FORCE $(B)/%
 	@[ "$$(readlink $@)" = $(B)/$@ ] || ln -sfn $(B)/$@ $@
 
--include $(wildcard $(B)/*.d)
+-include $(wildcard $(B)/*.d $(E)/*.d $(CUDA_OBJECT:.o=.d))
 
 # ---- the two commands ----------------------------------------------------------------------------
 # Each in two parts: the second make starts when the libraries are there, and probes for them.
@@ -172,9 +304,10 @@ train-run: all
 test: deps
 	@$(MAKE) test-run
 # The scripts start makes of their own: they must not inherit the settings of this one.
-test-run: programs $(if $(filter cc,$(NAME)),$(ROOT))
+test-run: programs $(if $(EMULATED),$(E)/train_moe) $(if $(filter cc,$(NAME)),$(ROOT))
 	@env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL CC='$(CC)' MAKE='$(MAKE)' SAN='$(SAN)' \
 	    TRAIN='$(CURDIR)/$(B)/train_moe' TEST='$(CURDIR)/$(B)/test_moe' \
+	    EMULATED='$(if $(EMULATED),$(CURDIR)/$(E)/train_moe)' \
 	    bash data/run_tests.sh $(TESTS:%=$(B)/%) $(wildcard data/test_*.sh)
 
 # ---- hostile files -------------------------------------------------------------------------------
@@ -212,13 +345,18 @@ MISSING = deb=; rpm=; arch=; brew=; \
 	jansson || need libjansson-dev jansson-devel jansson jansson; \
 	stb || need libstb-dev stb-devel stb -; \
 	needed=$$deb; \
-	pcre2 || { has apt-get && [ "$$(id -u)" = 0 ] && need libpcre2-dev pcre2-devel pcre2 pcre2; }
-# PCRE2 is optional, a second's work where packages can be installed, and `make test` is then whole:
-# so it comes along, but only there, and nothing stops when it cannot be had.
+	easy() { has apt-get && [ "$$(id -u)" = 0 ]; }; \
+	pcre2 || { easy && need libpcre2-dev pcre2-devel pcre2 pcre2; }; \
+	cxx || { easy && need g++ gcc-c++ gcc gcc; }
+# PCRE2 and a C++ compiler are optional, seconds of work where packages can be installed, and `make
+# test` is then whole: so they come along, but only there, and nothing stops when they cannot be
+# had.
 # What the optional tests use: a second compiler, an ARM build and a machine to run it, gnuplot.
 MISSING_OPTIONAL = \
 	try() { printf '$(hash)include <stdio.h>\nint main(void) { return puts("") < 0; }\n' | \
 	    "$$@" -x c - -o "$$tmp/probe" >/dev/null 2>&1; }; \
+	cxx || need g++ gcc-c++ gcc gcc; \
+	pcre2 || need libpcre2-dev pcre2-devel pcre2 pcre2; \
 	has clang || need clang clang clang llvm; \
 	has clang-format || need clang-format clang-tools-extra clang llvm; \
 	try clang -fopenmp || need libomp-dev libomp-devel openmp libomp; \
@@ -284,20 +422,24 @@ lint:
 	    $(addprefix --suppress=,invalidPointerCast invalidFunctionArg arrayIndexThenCheck objectIndex) \
 	    --error-exitcode=1 $(SOURCES)
 	clang-tidy --quiet $(SOURCES) -- $(NUMERICS) -DUSE_PCRE2 $(CPPFLAGS)
-	clang-format --dry-run -Werror $(wildcard *.c *.h)
+	clang-format --dry-run -Werror $(wildcard *.c *.h *.cu)
 format:
-	clang-format -i $(wildcard *.c *.h)
+	clang-format -i $(wildcard *.c *.h *.cu)
 clean:
-	rm -rf build train_moe $(TESTS)
+	rm -rf build train_moe train_moe_emulated $(TESTS)
 help:
 	@echo 'make              build train_moe and its tests'
 	@echo 'make train        get what is missing, build, train a small model on real text (TEXT=PATH)'
 	@echo 'make test         get what is missing, build, run every test'
+	@echo 'make emulated     train_moe_emulated, which runs the CUDA kernels on the CPU'
+	@echo 'make gpu-check    the kernels on a GPU: against the reference, in training, and how fast'
+	@echo 'make kernel-report  registers, spills, shared memory and occupancy of every kernel (nvcc)'
 	@echo 'make deps         install the libraries needed (apt; elsewhere prints their names)'
-	@echo 'make deps-all     and what is optional: clang, an ARM compiler and emulator, gnuplot'
+	@echo 'make deps-all     and what is optional: C++, clang, an ARM compiler and emulator, gnuplot'
 	@echo 'make plot         pictures of a run (RUN=out/tiny-1), with gnuplot'
 	@echo 'make fuzz         hostile files for every reader, FUZZ_S=60 seconds each (clang)'
 	@echo 'make lint         cppcheck, clang-tidy and clang-format, which must find nothing'
 	@echo 'make format       clang-format on every source'
 	@echo 'make clean        remove what was built (never out/ or data/text/)'
 	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)  OPENMP=0  PCRE2=0'
+	@echo '          CUDA=1 or 0  CUDA_ARCH="80 90"  NVCC=/path/nvcc  CXX=clang++'

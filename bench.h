@@ -56,10 +56,9 @@ static struct {
     OpTime op[N_OPS];
 } timed;
 
-static void op_done(int op, double since, double flop, double bytes) {
-    timed.b->sync();
+static void op_done(int op, double seconds, double flop, double bytes) {
     OpTime *t = &timed.op[op];
-    t->s += now_s() - since;
+    t->s += seconds;
     t->flop += flop;
     t->bytes += bytes;
     t->calls++;
@@ -70,17 +69,26 @@ static double slots_now(const Plan *p) {
     timed.b->to_host(&n, p->offsets + p->E, sizeof n);
     return n;
 }
-static double mat_bytes(Mat w) { return (double)w.count * w.rows * w.cols * timed.b->param_size; }
+// Bytes of weights, of their gradients (read and written), of so many values of the router.
+static double mat_elements(Mat w) { return (double)w.count * w.rows * w.cols; }
+static double mat_bytes(Mat w) { return mat_elements(w) * (double)dtype_size(w.dtype); }
+static double grad_bytes(Mat w) { return 2 * mat_elements(w) * (double)timed.b->grad_size; }
+static double stat_bytes(double n) { return n * (double)timed.b->stat_size; }
 static double attention_products(Attn a) { // multiply-adds of one of its products, causal
     return (double)a.B * a.n_heads * a.head_dim * a.T * (a.T + 1) / 2;
 }
 
-/* TIMED(op, its parameters, its arguments, FLOPs, elements of activations moved, other bytes) */
-#define TIMED(op, parameters, arguments, flop, elements, bytes)                                  \
-    static void timed_##op parameters {                                                          \
-        const double since = now_s();                                                            \
-        timed.b->op arguments;                                                                   \
-        op_done(OP_##op, since, flop, (double)(elements) * (double)timed.b->act_size + (bytes)); \
+/* TIMED(op, its parameters, its arguments, FLOPs, elements of activations moved, other bytes). The
+   device's queue is empty when the clock is read, before and after; what the counts take from the
+   device comes later. */
+#define TIMED(op, parameters, arguments, flop, elements, bytes)                                    \
+    static void timed_##op parameters {                                                            \
+        timed.b->sync();                                                                           \
+        const double since = now_s();                                                              \
+        timed.b->op arguments;                                                                     \
+        timed.b->sync();                                                                           \
+        const double seconds = now_s() - since;                                                    \
+        op_done(OP_##op, seconds, flop, (double)(elements) * (double)timed.b->act_size + (bytes)); \
     }
 
 TIMED(zero, (void *p, size_t n), (p, n), 0, 0, (double)n)
@@ -88,7 +96,7 @@ TIMED(embedding_forward, (act_t * out, const int *tokens, Mat wte, int N), (out,
     2.0 * N * wte.cols, 0)
 TIMED(embedding_backward,
     (grad_t * dwte, const act_t *dout, const int *tokens, int N, int V, int C),
-    (dwte, dout, tokens, N, V, C), 0, 3.0 * N * C, 0)
+    (dwte, dout, tokens, N, V, C), 0, (double)N *C, 2.0 * N * C * (double)timed.b->grad_size)
 TIMED(rmsnorm_forward,
     (act_t * out, stat_t *rstd, const act_t *inp, const param_t *weight, int N, int C, double eps),
     (out, rstd, inp, weight, N, C, eps), 0, 2.0 * N * C, 0)
@@ -107,7 +115,7 @@ TIMED(linear_backward,
     (act_t * dinp, grad_t *dweight, const act_t *dout, const act_t *inp, Mat w, int N,
         int accumulate, void *scratch),
     (dinp, dweight, dout, inp, w, N, accumulate, scratch), (dinp ? 4.0 : 2.0) * N * w.rows * w.cols,
-    (double)N *(w.rows + 2 * w.cols), 3 * mat_bytes(w))
+    (double)N *(w.rows + (dinp ? 2 : 1) * w.cols), (dinp ? mat_bytes(w) : 0) + grad_bytes(w))
 TIMED(qk_rope_forward,
     (act_t * q, act_t *k, act_t *v, stat_t *rstd, const act_t *qkv, const param_t *q_weight,
         const param_t *k_weight, const stat_t *rope, Attn a),
@@ -135,55 +143,55 @@ TIMED(router_forward,
         StepState *st, int layer, void *scratch),
     (logits, lse, idx, weight, count, loss_sum, count_sum, X, Wr, bias, r, reuse, st, layer,
         scratch),
-    2.0 * r.N * r.E * r.C, (double)r.N *(r.C + r.E), mat_bytes(Wr))
+    2.0 * r.N * r.E * r.C, (double)r.N *r.C, stat_bytes((double)r.N *r.E) + mat_bytes(Wr))
 TIMED(router_backward,
     (act_t * dX, grad_t *dWr, const stat_t *dS, const Plan *p, const stat_t *logits,
         const stat_t *lse, const int *idx, const stat_t *weight, const int *count, const act_t *X,
         Mat Wr, Router r, void *scratch),
     (dX, dWr, dS, p, logits, lse, idx, weight, count, X, Wr, r, scratch), 4.0 * r.N * r.E * r.C,
-    (double)r.N *(3 * r.C + r.E), 3 * mat_bytes(Wr))
+    3.0 * r.N * r.C, stat_bytes((double)r.N *r.E) + mat_bytes(Wr) + grad_bytes(Wr))
 TIMED(plan_topk,
     (Plan * p, const int *idx, const stat_t *weight, const int *count, int N, int K, int E),
     (p, idx, weight, count, N, K, E), 0, 0, 24.0 * N * K)
 TIMED(plan_select,
     (Plan * p, int *moved, const int *idx, const stat_t *weight, const int *count,
         const stat_t *logits, const stat_t *lse, Router r, int reuse, void *scratch),
-    (p, moved, idx, weight, count, logits, lse, r, reuse, scratch), 0, (double)r.N *r.E,
-    24.0 * r.N * r.K)
+    (p, moved, idx, weight, count, logits, lse, r, reuse, scratch), 0, 0,
+    stat_bytes((double)r.N *r.E) + 24.0 * r.N * r.K)
 TIMED(expert_up_forward,
     (act_t * H, act_t *A, const act_t *X, Mat W1, const Plan *p, void *scratch),
     (H, A, X, W1, p, scratch), 2 * slots_now(p) * W1.rows * W1.cols,
-    (double)p->rows *W1.cols + slots_now(p) * W1.rows, mat_bytes(W1))
+    (double)p->rows *W1.cols + slots_now(p) * (W1.rows + (A ? W1.rows / 2 : 0)), mat_bytes(W1))
 TIMED(expert_down_forward,
     (act_t * out, const act_t *H, const act_t *A, Mat W2, const Plan *p, int accumulate,
         void *scratch),
     (out, H, A, W2, p, accumulate, scratch), 2 * slots_now(p) * W2.rows * W2.cols,
-    (double)p->rows *W2.rows + 2 * slots_now(p) * W2.cols, mat_bytes(W2))
+    (double)p->rows *W2.rows + slots_now(p) * (A ? 1 : 2) * W2.cols, mat_bytes(W2))
 TIMED(expert_down_backward,
     (act_t * dH, act_t *sA, stat_t *dS, grad_t *dW2, const act_t *dout, const act_t *H, Mat W2,
         const Plan *p, void *scratch),
     (dH, sA, dS, dW2, dout, H, W2, p, scratch), 4 * slots_now(p) * W2.rows * W2.cols,
-    (double)p->rows *W2.rows + 6 * slots_now(p) * W2.cols, 3 * mat_bytes(W2))
+    (double)p->rows *W2.rows + 6 * slots_now(p) * W2.cols, mat_bytes(W2) + grad_bytes(W2))
 TIMED(expert_up_backward,
     (act_t * dX, grad_t *dW1, const act_t *dH, const act_t *X, Mat W1, const Plan *p,
         int accumulate, void *scratch),
     (dX, dW1, dH, X, W1, p, accumulate, scratch), 4 * slots_now(p) * W1.rows * W1.cols,
-    2.0 * p->rows * W1.cols + slots_now(p) * W1.rows, 3 * mat_bytes(W1))
+    2.0 * p->rows * W1.cols + slots_now(p) * W1.rows, mat_bytes(W1) + grad_bytes(W1))
 TIMED(classifier,
     (stat_t * losses, act_t *dinp, grad_t *dw, const act_t *inp, Mat w, const int *targets, int N,
         double scale, void *scratch),
     (losses, dinp, dw, inp, w, targets, N, scale, scratch),
     (dinp ? 6.0 : 2.0) * N * w.rows * w.cols, (dinp ? 2.0 : 1.0) * N * w.cols,
-    (dinp ? 3 : 1) * mat_bytes(w))
+    mat_bytes(w) + (dinp ? grad_bytes(w) : 0))
 TIMED(reduce_loss, (StepState * st, const stat_t *losses, int N, double scale),
-    (st, losses, N, scale), 0, N, 0)
+    (st, losses, N, scale), 0, 0, stat_bytes(N))
 static double elements_of(const Segment *seg, int n) {
+    Segment *host = malloc((size_t)n * sizeof *host);
     double total = 0;
-    for (int i = 0; i < n; i++) {
-        Segment s;
-        timed.b->to_host(&s, seg + i, sizeof s);
-        total += (double)s.count;
-    }
+    if (!host) die(RUN_ERROR, "no memory for bench");
+    timed.b->to_host(host, seg, (size_t)n * sizeof *host);
+    for (int i = 0; i < n; i++) total += (double)host[i].count;
+    free(host);
     return total;
 }
 TIMED(grad_norm,
@@ -231,7 +239,7 @@ static void stepper_open(Stepper *s, const Options *o, const Backend *b) {
     memset(s, 0, sizeof *s);
     if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
     model_plan(&s->m, &o->c, b, train_shape(o));
-    check_memory((double)model_bytes(&s->m), "lower --batch, --seq or the size of the model");
+    check_memory(b, (double)model_bytes(&s->m), "lower --batch, --seq or the size of the model");
     model_free(&s->m);
     model_build(&s->m, &o->c, b, train_shape(o), NULL);
     model_init(&s->m, 1);
@@ -254,6 +262,7 @@ static void stepper_close(Stepper *s) {
    stay as they were. */
 static void stepper_run(Stepper *s, double lr) {
     const int N = s->B * s->T;
+    s->m.b->sync();
     const double t0 = now_s();
     model_begin_step(&s->m, ++s->step, lr, &s->optim);
     model_set_tokens(&s->m, s->x, s->x + N, N);
@@ -282,69 +291,97 @@ static double step_flops(const Stepper *s, double *attention) {
 // -------------------------------------------------------------------------------------------------
 // the machine
 
+/* Seconds of one of many equal calls, `run` doing n of them: as many in the queue at a time as last
+   some milliseconds, so that the start of one, microseconds on a GPU, hides behind another. */
+typedef struct Repeated {
+    const Backend *b;
+    char *a;
+    size_t count; // elements, or the side of a product
+    Mat w;
+    void *scratch;
+} Repeated;
+static double seconds_of(void (*run)(const Repeated *r, int n), const Repeated *r, int n) {
+    r->b->sync();
+    const double t = now_s();
+    run(r, n);
+    r->b->sync();
+    return (now_s() - t) / n;
+}
+static double seconds_each(void (*run)(const Repeated *r, int n), const Repeated *r, int runs) {
+    enum { MOST = 32 };
+    double s[MOST];
+    run(r, 1); // warm
+    const double once = seconds_of(run, r, 1);
+    const int n = once > 5e-3 ? 1 : once > 5e-6 ? (int)(5e-3 / once) : 1000;
+    for (int i = 0; i < runs; i++) s[i] = seconds_of(run, r, n);
+    return median(s, runs);
+}
+
+static void products(const Repeated *r, int n) {
+    const size_t size = r->count * r->count * r->b->act_size;
+    for (int i = 0; i < n; i++)
+        r->b->linear_forward(r->a + size, r->a, r->w, (int)r->count, r->scratch);
+}
 // GFLOP/s of one product of n^3
 static double product_rate(const Backend *b, int n, int runs) {
-    double rate[32], row[1024];
-    const size_t size = (size_t)n * n * b->param_size;
-    char *a = b->alloc(3 * size);
+    const size_t square = (size_t)n * n;
     const Config c = {
         1, n, 1, n, 1, 1, 2, 1, 1, n, 0, 0, n, QK_NORM_NONE, ROUTER_SOFTMAX, 0, 0, 1e4, 1e-6};
     const ScratchShape shape = {1, n, n, n, 0};
+    char *a = b->alloc(2 * square * b->act_size), *w = b->alloc(square * b->mat_size);
     void *scratch = b->alloc(b->scratch_bytes(&c, &shape));
-    if (!a || !scratch) die(RUN_ERROR, "no memory for bench");
-    for (size_t i = 0; i < 2 * (size_t)n * n; i += n) {
-        for (int j = 0; j < n; j++) row[j] = counter_uniform(1, 2, i + j) - 0.5;
-        host_to(b, b->param_type, a + i * b->param_size, row, n);
-    }
-    const Mat w = {a + size, b->param_type, NULL, 1, n, n, n, 0};
-    b->linear_forward(a + 2 * size, a, w, n, scratch);
-    for (int i = 0; i < runs; i++) {
-        const double t = now_s();
-        b->linear_forward(a + 2 * size, a, w, n, scratch);
-        b->sync();
-        rate[i] = 2.0 * n * n * n / (now_s() - t) / 1e9;
-    }
+    double *row = malloc(square * sizeof *row);
+    if (!a || !w || !scratch || !row) die(RUN_ERROR, "no memory for bench");
+    for (size_t i = 0; i < square; i++) row[i] = counter_uniform(1, 2, i) - 0.5;
+    host_to(b, b->act_type, a, row, square);
+    for (size_t i = 0; i < square; i++) row[i] = counter_uniform(1, 3, i) - 0.5;
+    host_to(b, b->mat_type, w, row, square);
+    const Repeated r = {b, a, (size_t)n, {w, b->mat_type, NULL, 1, n, n, n, 0}, scratch};
+    const double s = seconds_each(products, &r, runs);
+    free(row);
     b->release(a);
+    b->release(w);
     b->release(scratch);
-    return median(rate, runs);
+    return 2.0 * n * n * n / s / 1e9;
 }
 
-// GB/s of out = a + b over arrays far larger than a cache: two read, one written
-static double bandwidth(const Backend *b, int runs) {
-    const size_t count = (size_t)32 << 20, size = count * b->act_size;
-    double rate[32];
+static void sums(const Repeated *r, int n) {
+    const size_t size = r->count * r->b->act_size;
+    for (int i = 0; i < n; i++) r->b->add(r->a + 2 * size, r->a, r->a + size, r->count);
+}
+// GB/s of out = a + b over `count` elements, far more than a cache holds: two read, one written
+static double bandwidth(const Backend *b, size_t count, int runs) {
+    const size_t size = count * b->act_size;
     char *a = b->alloc(3 * size);
     if (!a) die(RUN_ERROR, "no memory for bench");
     b->zero(a, 3 * size);
-    b->add(a + 2 * size, a, a + size, count);
-    for (int i = 0; i < runs; i++) {
-        const double t = now_s();
-        b->add(a + 2 * size, a, a + size, count);
-        b->sync();
-        rate[i] = 3.0 * (double)size / (now_s() - t) / 1e9;
-    }
+    const Repeated r = {b, a, count, {NULL, b->act_type, NULL, 0, 0, 0, 0, 0}, NULL};
+    const double s = seconds_each(sums, &r, runs);
     b->release(a);
-    return median(rate, runs);
+    return 3.0 * (double)size / s / 1e9;
 }
 
-static json_t *bench_machine(const Backend *b) {
-    const double peak = b->peak(0.3);
-    return json_pack("{s:s, s:i, s:f, s:f, s:f}", "device", b->name, "threads", thread_max(),
-        "peak_gflops", peak, "bandwidth_gbs", bandwidth(b, 7), "product_1024_gflops",
-        product_rate(b, 1024, 15));
+/* emulated: a device that shows what is computed and not how fast, a thousand times slower; its
+   tables are only to have every line. */
+static json_t *bench_machine(const Backend *b, int emulated) {
+    const double peak = b->peak(emulated ? 0.01 : 0.3);
+    const int n = emulated ? 64 : 1024;
+    return json_pack("{s:s, s:s, s:i, s:f, s:f, s:i, s:f}", "device", b->name, "dtype",
+        dtype_word(b), "threads", thread_max(), "peak_gflops", peak, "bandwidth_gbs",
+        bandwidth(b, emulated ? 1 << 14 : (size_t)32 << 20, emulated ? 1 : 7), "product_size", n,
+        "product_gflops", product_rate(b, n, emulated ? 1 : 15));
 }
 static double number(const json_t *j, const char *key) {
     return json_number_value(json_object_get(j, key));
 }
 static void print_machine(const json_t *j) {
-    const double peak = number(j, "peak_gflops"), product = number(j, "product_1024_gflops");
-    printf("device       %s, %.0f threads\n", json_string_value(json_object_get(j, "device")),
-        number(j, "threads"));
-    printf("peak         %.1f GFLOP/s (independent fp32 multiply-adds)\n", peak);
+    const double peak = number(j, "peak_gflops"), product = number(j, "product_gflops");
+    printf("peak         %.1f GFLOP/s (independent %s multiply-adds)\n", peak,
+        json_string_value(json_object_get(j, "dtype")));
     printf("bandwidth    %.1f GB/s (a sum of two arrays: read, read, write)\n",
         number(j, "bandwidth_gbs"));
-    printf(
-        "product      %.1f GFLOP/s, %.1f%% of the peak (1024^3)\n", product, 100 * product / peak);
+    printf("product      %.1f GFLOP/s, %.1f%% of the peak (%.0f^3)\n", product,
+        100 * product / peak, number(j, "product_size"));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -380,13 +417,15 @@ static json_t *bench_operations(Stepper *s, double peak) {
     s->m.b = b;
     return list;
 }
-static void print_operations(const json_t *list) {
+static void print_operations(const json_t *list, const char *device) {
     double all = 0;
     size_t i;
     const json_t *x;
+    char title[96];
+    snprintf(title, sizeof title, "operation on %s", device);
     json_array_foreach((json_t *)(uintptr_t)list, i, x) all += number(x, "ms");
-    printf("\n%-26s %5s %9s %6s %9s %7s %6s\n", "operation", "calls", "ms", "time", "GFLOP/s",
-        "GB/s", "peak");
+    printf("\n%-26s %5s %9s %6s %9s %7s %6s\n", title, "calls", "ms", "time", "GFLOP/s", "GB/s",
+        "peak");
     json_array_foreach((json_t *)(uintptr_t)list, i, x) {
         const double ms = number(x, "ms"), gflops = number(x, "gflops");
         printf("%-26s %5.0f %9.2f %5.1f%% ", json_string_value(json_object_get(x, "name")),
@@ -399,7 +438,7 @@ static void print_operations(const json_t *list) {
 }
 
 /* Whole steps. The peak is measured again beside every step, so that a noisy machine moves both. */
-static json_t *bench_steps(Stepper *s) {
+static json_t *bench_steps(Stepper *s, double peak_seconds) {
     enum { STEPS = 9 };
     double part[3][STEPS], rate[STEPS], share[STEPS], peaks[STEPS], attention, total, active;
     const double flops = step_flops(s, &attention), N = (double)s->B * s->T;
@@ -409,7 +448,7 @@ static json_t *bench_steps(Stepper *s) {
         if (i < 0) continue;
         part[0][i] = s->forward, part[1][i] = s->backward, part[2][i] = s->update;
         rate[i] = N / stepper_seconds(s);
-        peaks[i] = s->m.b->peak(0.2);
+        peaks[i] = s->m.b->peak(peak_seconds);
         share[i] = flops / stepper_seconds(s) / 1e9 / peaks[i];
     }
     const double r = median(rate, STEPS), of_peak = median(share, STEPS);
@@ -419,13 +458,13 @@ static json_t *bench_steps(Stepper *s) {
         "gflops", flops / N * r / 1e9, "peak_beside_gflops", median(peaks, STEPS), "share", of_peak,
         "share_with_attention", of_peak * (flops + attention) / flops);
 }
-static void print_steps(const json_t *j) {
+static void print_steps(const json_t *j, const char *device) {
     char buf[32];
     printf(
         "\nstep         forward %.1f ms, backward %.1f ms, update %.1f ms (medians of %.0f steps "
-        "of %.0f tokens)\n",
+        "of %.0f tokens on %s)\n",
         number(j, "forward_ms"), number(j, "backward_ms"), number(j, "update_ms"),
-        number(j, "steps"), number(j, "tokens"));
+        number(j, "steps"), number(j, "tokens"), device);
     printf("training     %s tok/s: %.1f GFLOP/s = 6 x %.2fM active x tok/s\n",
         human(number(j, "tok_per_s"), buf), number(j, "gflops"), number(j, "active") / 1e6);
     printf("             %.1f%% of the peak measured beside each step (%.1f GFLOP/s); %.1f%% with "
@@ -480,10 +519,10 @@ static json_t *bench_tax(const Options *o, TaxShape t, int tokens, int runs) {
         "ratio_forward_backward", median(without, runs), "update_ms", 1e3 * median(up, runs),
         "dense_update_ms", 1e3 * median(up_dense, runs), "runs", runs);
 }
-static void print_tax_head(void) {
-    printf("\nMoE tax: tokens/s over those of the dense model of width K*I, steps by turns\n"
+static void print_tax_head(const char *device) {
+    printf("\nMoE tax on %s: tokens/s over those of the dense model of width K*I, steps by turns\n"
            "%-14s %7s %9s %9s %7s %12s %9s %9s\n",
-        "E, K, I", "tokens", "tok/s", "dense", "ratio", "fwd+bwd only", "update", "dense");
+        device, "E, K, I", "tokens", "tok/s", "dense", "ratio", "fwd+bwd only", "update", "dense");
 }
 static void print_tax(const json_t *j) {
     char name[64];
@@ -549,21 +588,24 @@ static int fitting(const Options *list, int n) {
         model_plan(&m, &list[k].c, backend_of(&list[k]), train_shape(&list[k]));
         need += (double)model_bytes(&m);
         model_free(&m);
-        if (need < 0.9 * memory_available()) continue;
+        if (need < 0.9 * memory_of(backend_of(&list[k]))) continue;
         warn("bench: only %d of %d sizes fit into memory", k, n);
         return k;
     }
     return n;
 }
 
-static void growth(const Options *o, const json_t *machine, json_t *all, int say) {
+static void growth(
+    const Options *o, const json_t *machine, json_t *all, int say, const char *device) {
     enum { MOST = 8, GROWN_TOPK = 8, GROWN_WIDTH = 128 };
     const int tokens[] = {4096, 16384, 65536}, layers[] = {2, 4, 6, 8}, width[] = {192, 384, 768},
               experts[] = {8, 16, 32, 64, 128, 256};
     Options list[MOST];
     double size[MOST], extra[MOST];
     json_t *j;
-    if (say) printf("\ngrowth: forward and backward a token, over the first value; fitted power\n");
+    if (say)
+        printf("\ngrowth on %s: forward and backward a token, over the first value; fitted power\n",
+            device);
 #define GROWTH(what, values, runs, set, predicted)                                         \
     for (size_t k = 0; k < sizeof values / sizeof *values; k++) {                          \
         list[k] = *o;                                                                      \
@@ -603,24 +645,30 @@ static void command_bench(Options *o) {
     static Stepper s;
     json_t *root = json_object(), *j;
     if (!root) die(RUN_ERROR, "no memory");
+    const Backend *b = backend_of(o);
+    const int emulated = o->device == DEVICE_EMULATED;
+    char device[64];
+    device_words(b, device);
+    if (say) printf("device       %s, %d threads\n", device, thread_max());
+    if (emulated) warn("bench: the emulated device shows what is computed, not how fast");
     open_vocab_size(o);
-    stepper_open(&s, o, backend_of(o));
+    stepper_open(&s, o, b);
     if (say) print_model(&s.m, stdout);
-    json_t *machine = bench_machine(backend_of(o));
+    json_t *machine = bench_machine(b, emulated);
     if (say) print_machine(machine);
     fflush(stdout);
     json_object_set_new(root, "machine", machine);
     json_object_set_new(
         root, "operations", j = bench_operations(&s, number(machine, "peak_gflops")));
-    if (say) print_operations(j);
+    if (say) print_operations(j, device);
     fflush(stdout);
-    json_object_set_new(root, "step", j = bench_steps(&s));
+    json_object_set_new(root, "step", j = bench_steps(&s, emulated ? 0.01 : 0.2));
     stepper_close(&s);
-    if (say) print_steps(j);
+    if (say) print_steps(j, device);
     fflush(stdout);
     if (o->tax) {
         json_t *all = json_array();
-        if (say) print_tax_head();
+        if (say) print_tax_head(device);
         for (size_t n = 0; n < sizeof tokens / sizeof *tokens; n++)
             for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
                 json_array_append_new(all, j = bench_tax(o, shapes[i], tokens[n], RUNS));
@@ -630,7 +678,7 @@ static void command_bench(Options *o) {
     }
     if (o->growth) {
         json_t *all = json_array();
-        growth(o, machine, all, say);
+        growth(o, machine, all, say, device);
         json_object_set_new(root, "growth", all);
     }
     if (o->json) {

@@ -21,6 +21,8 @@
 #include <signal.h>
 #include <time.h>
 
+typedef enum { DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED } Device;
+typedef enum { DTYPE_FP32, DTYPE_BF16 } Dtype;
 typedef enum { ROUTING_TOPK, ROUTING_ROUND } Routing;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } Schedule;
 
@@ -48,7 +50,7 @@ typedef struct Options {
     int64_t total_batch, steps, warmup;
     double lr, min_lr, weight_decay, beta1, beta2, grad_clip;
     int64_t eval_every, eval_batches, sample_every, save_every, keep, log_every;
-    int device, recompute, threads, profile;
+    int device, dtype, recompute, threads, profile;
     int64_t seed;
     // generation
     int64_t n_tokens;
@@ -121,9 +123,47 @@ static double now_s(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
+/* The device of --device in the type of --dtype; ends the program where this build or this machine
+   has none. Masters, gradients and moments are float in every type, so a checkpoint knows neither. */
 static const Backend *backend_of(const Options *o) {
-    (void)o; // --device takes cpu alone so far
-    return backend_cpu();
+    const char *why = "no reason was given";
+    const Backend *b = NULL;
+    if (o->device == DEVICE_CPU) {
+        if (o->dtype == DTYPE_FP32) return backend_cpu();
+        die(USER_ERROR,
+            "--dtype bf16: expected --device cuda or emulated, found cpu, which computes in fp32; "
+            "leave --dtype out, or name such a device (of a run: --init starts a new one from its "
+            "weights)");
+    }
+    if (o->device == DEVICE_EMULATED) {
+#ifdef HAVE_EMULATED
+        b = backend_emulated(o->dtype == DTYPE_BF16 ? BF16 : F32, &why);
+#else
+        die(USER_ERROR,
+            "--device emulated: expected a build that has this device, found one without it; make "
+            "emulated builds train_moe_emulated, or use --device cpu");
+#endif
+    } else {
+#ifdef HAVE_CUDA
+        b = backend_cuda(o->dtype == DTYPE_BF16 ? BF16 : F32, &why);
+#else
+        die(USER_ERROR,
+            "--device cuda: expected a build with CUDA, found one without it; make CUDA=1 builds "
+            "it "
+            "where nvcc is, or use --device cpu");
+#endif
+    }
+    if (!b)
+        die(USER_ERROR, "--device %s: expected one that works, found: %s; --device cpu always does",
+            o->device == DEVICE_CUDA ? "cuda" : "emulated", why);
+    return b;
+}
+
+static const char *dtype_word(const Backend *b) { return b->act_type == BF16 ? "bf16" : "fp32"; }
+// "cuda, bf16": what the first line of every table says, so that no number lacks it.
+static const char *device_words(const Backend *b, char buf[64]) {
+    snprintf(buf, 64, "%s, %s", b->name, dtype_word(b));
+    return buf;
 }
 
 // What a model that trains is built for, and what its steps need to know besides.
@@ -208,9 +248,13 @@ static double memory_available(void) {
     return free_bytes;
 }
 
+static double memory_of(const Backend *b) {
+    return b->memory_free ? b->memory_free() : memory_available();
+}
+
 // Refuses what cannot fit before any of it is taken.
-static void check_memory(double need, const char *advice) {
-    const double have = memory_available();
+static void check_memory(const Backend *b, double need, const char *advice) {
+    const double have = memory_of(b);
     if (need > have)
         die(USER_ERROR, "this needs %.1f MB of memory and %.1f MB are available; %s", need / 1e6,
             have / 1e6, advice);
@@ -507,7 +551,7 @@ static int generator_next(Generator *g, const SampleConfig *s) {
         model_next(m, g->tokens + g->cached, &g->cached, &len, 1, len);
         g->cached += len;
     }
-    m->b->to_host(g->logits, m->logits, (size_t)m->c.vocab_size * sizeof *g->logits);
+    model_logits(m, 0, g->logits);
     for (int v = 0; v < m->c.vocab_size; v++)
         if (!isfinite(g->logits[v])) return -1;
     return sample_token(g->logits, m->c.vocab_size, s, g->position, g->work);
@@ -533,7 +577,7 @@ static void command_generate(const Options *o) {
         die(USER_ERROR, "--prompt: expected at least one character to start from, found none");
     ModelShape shape = {.B = 1, .T = c.seq_len < 256 ? c.seq_len : 256, .cache_len = c.seq_len};
     model_plan(&m, &c, backend_of(o), shape);
-    check_memory((double)model_bytes(&m), "use a smaller model");
+    check_memory(m.b, (double)model_bytes(&m), "use a smaller model");
     model_free(&m);
     model_build(&m, &c, backend_of(o), shape, NULL);
     read_weights(&m, folder);
@@ -594,7 +638,7 @@ static void command_eval(Options *o) {
         die(USER_ERROR, "--input: expected at least 2 tokens to evaluate, found fewer");
     ModelShape shape = {.B = batch, .T = o->c.seq_len};
     model_plan(&m, &o->c, backend_of(o), shape);
-    check_memory((double)model_bytes(&m), "lower --batch");
+    check_memory(m.b, (double)model_bytes(&m), "lower --batch");
     model_free(&m);
     model_build(&m, &o->c, backend_of(o), shape, NULL);
     read_weights(&m, folder);
@@ -705,7 +749,7 @@ static void print_tables(Options *o, const char *folder) {
         return;
     }
     model_plan(&m, &o->c, backend_of(o), shape);
-    check_memory((double)model_bytes(&m), "use a smaller model");
+    check_memory(m.b, (double)model_bytes(&m), "use a smaller model");
     model_free(&m);
     model_build(&m, &o->c, backend_of(o), shape, NULL);
     read_weights(&m, folder);
@@ -734,10 +778,12 @@ static void command_info(Options *o, const char *folder) {
         print_tables(o, folder);
         return;
     }
-    if (folder) printf("checkpoint   %s\n", folder);
+    char device[64];
     if (!folder) open_vocab_size(o);
     if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
     model_plan(&m, &o->c, backend_of(o), train_shape(o));
+    printf("device       %s\n", device_words(m.b, device));
+    if (folder) printf("checkpoint   %s\n", folder);
     print_model(&m, stdout);
     if (moe_layers(&o->c)) print_routing(o, stdout);
     printf("memory to train with micro-batches of %d x %d tokens, --recompute %d, %d threads\n",

@@ -396,16 +396,21 @@ MODEL_FN void model_plan(Model *m, const Config *c, const Backend *b, ModelShape
     layout(m);
 }
 
+// Numbers on their way between the host and a device: enough at a time that a copy's start, some
+// microseconds on a GPU, is not what takes the time.
+enum { STAGED = 4096 };
+typedef union Staging {
+    float f[STAGED];
+    double d[STAGED];
+    uint16_t h[STAGED];
+} Staging;
+
 MODEL_FN void host_to(
     const Backend *b, DType type, void *dst, const double *src, size_t n) { // dst: device
-    union {
-        float f[512];
-        double d[512];
-        uint16_t h[512];
-    } buf;
+    Staging buf;
     const size_t size = dtype_size(type);
-    for (size_t at = 0; at < n; at += 512) {
-        const size_t k = n - at < 512 ? n - at : 512;
+    for (size_t at = 0; at < n; at += STAGED) {
+        const size_t k = n - at < STAGED ? n - at : STAGED;
         for (size_t i = 0; i < k; i++) {
             if (type == F64)
                 buf.d[i] = src[at + i];
@@ -419,14 +424,10 @@ MODEL_FN void host_to(
 }
 
 MODEL_FN void host_from(const Backend *b, DType type, double *dst, const void *src, size_t n) {
-    union {
-        float f[512];
-        double d[512];
-        uint16_t h[512];
-    } buf;
+    Staging buf;
     const size_t size = dtype_size(type);
-    for (size_t at = 0; at < n; at += 512) {
-        const size_t k = n - at < 512 ? n - at : 512;
+    for (size_t at = 0; at < n; at += STAGED) {
+        const size_t k = n - at < STAGED ? n - at : STAGED;
         b->to_host(&buf, (const char *)src + at * size, k * size);
         for (size_t i = 0; i < k; i++)
             dst[at + i] = type == F64 ? buf.d[i]
@@ -541,10 +542,10 @@ MODEL_FN void model_init(Model *m, uint64_t seed) {
             (uint64_t)(t->expert + 1);
         double std = t->row->std;
         if (t->row->init == INIT_RESIDUAL) std /= __builtin_sqrt(2.0 * c->n_layers);
-        const size_t step = 4096;
+        const size_t step = STAGED;
 #pragma omp parallel for
         for (size_t at = 0; at < t->count; at += step) {
-            double v[4096];
+            double v[STAGED];
             const size_t n = t->count - at < step ? t->count - at : step;
             for (size_t j = 0; j < n; j++)
                 v[j] = t->row->init == INIT_ONES ? 1
@@ -743,10 +744,10 @@ MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micr
 // where a value that is not finite came from
 
 MODEL_FN int any_not_finite(const Backend *b, DType type, const void *p, size_t n) {
-    double v[4096];
+    double v[STAGED];
     const size_t size = dtype_size(type);
-    for (size_t at = 0; at < n; at += 4096) {
-        const size_t k = n - at < 4096 ? n - at : 4096;
+    for (size_t at = 0; at < n; at += STAGED) {
+        const size_t k = n - at < STAGED ? n - at : STAGED;
         host_from(b, type, v, (const char *)p + at * size, k);
         for (size_t i = 0; i < k; i++)
             if (!isfinite(v[i])) return 1;
@@ -863,6 +864,17 @@ MODEL_FN void model_next(
         const size_t row = (size_t)b * T + len[b] - 1;
         m->b->linear_forward((char *)m->logits + (size_t)b * m->c.vocab_size * m->b->act_size,
             (char *)m->lnf + row * m->c.d_model * m->b->act_size, m->head, 1, m->scratch);
+    }
+}
+
+// Fetches the logits (V) that model_next left for sequence `sequence`, whatever type they have.
+MODEL_FN void model_logits(const Model *m, int sequence, float *out) {
+    const size_t V = m->c.vocab_size, size = m->b->act_size;
+    double v[STAGED];
+    for (size_t at = 0; at < V; at += STAGED) {
+        const size_t k = V - at < STAGED ? V - at : STAGED;
+        host_from(m->b, m->b->act_type, v, (const char *)m->logits + (sequence * V + at) * size, k);
+        for (size_t i = 0; i < k; i++) out[at + i] = (float)v[i];
     }
 }
 

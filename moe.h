@@ -506,8 +506,10 @@ typedef struct Backend {
     void (*to_host)(void *dst, const void *src, size_t bytes);
     void (*zero)(void *p, size_t bytes);
     void (*sync)(void);
-    // measured GFLOP/s of independent multiply-adds in param_type, on all threads: what `share of
-    // peak` means
+    // bytes that alloc can still give; NULL: what the host has free
+    double (*memory_free)(void);
+    // measured GFLOP/s of independent multiply-adds in mat_type, on all threads or the whole device:
+    // what `share of peak` means
     double (*peak)(double seconds);
     // bytes of scratch that the hungriest operation needs for this model and shape (each declares
     // its own)

@@ -1284,6 +1284,7 @@ const Backend *backend_cpu(void) {
         host_copy,
         zero,
         nothing,
+        NULL,
         peak,
         scratch_bytes,
         NULL,

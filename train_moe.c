@@ -286,7 +286,7 @@ static void build(Run *r) {
     fflush(stdout);
     model_free(&r->m);
     model_free(&r->sampler);
-    check_memory(need,
+    check_memory(b, need,
         "lower --batch (with --total-batch), --seq or the size of the model, or raise --recompute");
     model_build(&r->m, &o->c, b, train_shape(o), NULL);
     model_build(&r->sampler, &o->c, b, sampler, &r->m);
@@ -296,6 +296,11 @@ static void build(Run *r) {
     r->x = malloc(2 * (size_t)o->batch * o->c.seq_len * sizeof *r->x);
     if (!r->x) die(RUN_ERROR, "no memory");
     r->y = r->x + (size_t)o->batch * o->c.seq_len;
+}
+
+static void show_device(const Options *o) {
+    char device[64];
+    printf("device: %s\n", device_words(backend_of(o), device));
 }
 
 static void count_rows(Run *r) {
@@ -474,6 +479,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
     int n, upcycled = 0;
     char init[CKPT_PATH];
     Config dense;
+    show_device(o);
     if (!o->init && o->upcycle_noise > 0)
         die(USER_ERROR, "--upcycle-noise: expected --init with a dense model and --experts");
     if (o->init) {
@@ -611,6 +617,7 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
             if (!r->m.b) { // every checkpoint of a run has the same flags and shape
                 strcpy(r->out, out);
                 flags_from_json(o, json_object_get(j, "flags"), folder, cl, given);
+                show_device(o);
                 const int64_t was = (int64_t)json_integer_value(
                     json_object_get(json_object_get(j, "flags"), "steps"));
                 if (o->steps != was && o->schedule != SCHEDULE_CONSTANT)
@@ -754,6 +761,7 @@ static const char *info_of(Options *o, const int given[N_FLAGS], char folder[CKP
                         ? sizeof(int)
                         : sizeof(int64_t));
         run.model = o->model, run.tsv = o->tsv;
+        run.device = o->device, run.dtype = o->dtype; // of this machine, not of the one it ran on
         *o = run;
         json_decref(j);
     }
@@ -780,6 +788,7 @@ int main(int argc, char **argv) {
     o = defaults();
     const Command *c = parse(&o, argc, argv, given);
     set_threads(o.threads);
+    if (c->bit != TOKENIZE && !o.has_resume) backend_of(&o); // a device that is not there: at once
     switch (c->bit) {
     case TRAIN: command_train(&o, given); break;
     case GENERATE: command_generate(&o); break;

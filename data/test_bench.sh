@@ -39,7 +39,7 @@ json() {
     run 0 "$TRAIN" bench "${model[@]}" --json
     [ "$(head -c 1 stdout)$(tail -c 2 stdout)" = '{}' ] || no "more than JSON"
     positive ms "$(wc -w <<<"$steps")"
-    for key in peak_gflops bandwidth_gbs product_1024_gflops tok_per_s forward_ms backward_ms \
+    for key in peak_gflops bandwidth_gbs product_size product_gflops tok_per_s forward_ms backward_ms \
         update_ms; do
         positive $key 1
     done

@@ -30,9 +30,11 @@ same_sum() { # COMMAND...: what stands before the flags
     cmp -s log "$work/log" || no "another log: $(diff log "$work/log" | tail -n 1)"
 }
 
-# A build with other settings, in a folder of its own under build/: says which.
+# A build with other settings, in a folder of its own under build/: says which. Without CUDA, which is
+# the same object in every build.
 built() { # MAKE'S SETTINGS...
     local folder
+    set -- "$@" CUDA=0
     folder=$($MAKE --no-print-directory -s --eval='folder: ; @echo $(B)' folder "$@" \
         2>"$work/make.log") ||
         skip "$(grep -v '^make' "$work/make.log" | tail -n 1)"

@@ -69,7 +69,8 @@ sample-every  whole  yes 1
 save-every    whole  yes 1
 keep          whole  yes 1
 log-every     whole  yes 1
-device        name   -   cpu
+device        name   -   cpu                        gpu
+dtype         name   -   fp32                       bf16,fp16
 recompute     whole  yes 1,2                        3
 threads       whole  yes 1,2                        100000
 seed          whole  yes 123456789
