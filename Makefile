@@ -133,7 +133,10 @@ programs: $(PROGRAMS)
 
 $(B)/train_moe: $(B)/train_moe.o $(CPU)
 	$(LINK)
-# The tests measure against moe_f64.o, the same backend in double precision.
+# The tests measure against moe_f64.o, the same backend in double precision. test_moe diff --with
+# compiles a file of its own as moe_cpu.c is compiled, and loads it.
+$(B)/test_moe.o: DEFINES += '-DWITH_CC="$(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(CPPFLAGS)"'
+$(B)/test_moe: LIBS += -ldl
 $(B)/test_moe: $(B)/test_moe.o $(CPU) $(B)/moe_f64.o
 	$(LINK)
 $(B)/test_golden: $(B)/test_golden.o $(CPU)

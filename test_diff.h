@@ -40,7 +40,7 @@ typedef struct Shape {
     int B, T, V, C, heads, kv, hd, E, K, I;
     int few; // experts that are given tokens, where the choice is given
 } Shape;
-enum { RANDOM_SHAPES = 20 };
+enum { SMALL_SHAPES = 8, RANDOM_SHAPES = 20 }; // the first are small
 static const Shape shapes[] = {
     {"plain", 2, 9, 37, 24, 4, 2, 6, 5, 2, 11, 5},
     {"empty-expert", 2, 7, 31, 20, 2, 2, 8, 6, 2, 9, 4},
@@ -58,9 +58,9 @@ static uint64_t shape_draws;
 static int between(uint64_t seed, int least, int most) {
     return least + (int)(counter_hash(20, seed, shape_draws++) % (uint64_t)(most - least + 1));
 }
-static Shape random_shape(uint64_t seed, int which, char name[16]) {
+static Shape random_shape(uint64_t seed, int which, char name[24]) {
     Shape s = {.name = name};
-    snprintf(name, 16, "random-%d", which + 1);
+    snprintf(name, 24, "random-%d", which + 1);
     shape_draws = (uint64_t)which << 8;
     s.T = between(seed, 1, which % 2 ? 100 : 20);
     s.B = between(seed, 1, 200 / s.T < 8 ? 200 / s.T : 8);
@@ -74,6 +74,11 @@ static Shape random_shape(uint64_t seed, int which, char name[16]) {
     s.I = between(seed, 1, 48);
     s.few = between(seed, s.K, s.E);
     return s;
+}
+
+// The built-in shapes, then the random ones. name: where a random one's is kept.
+static Shape shape_at(uint64_t seed, size_t i, char name[24]) {
+    return i < COUNT(shapes) ? shapes[i] : random_shape(seed, (int)(i - COUNT(shapes)), name);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -201,7 +206,7 @@ static void report(const char *op, const char *variant, const char *tensor, cons
             l.at, l.worst, limit, l.why);
         return;
     }
-    printf("%-24s %-15s %-16s %-12s", op, diff.shape, variant, tensor);
+    printf("%-24s %-15s %-24s %-12s", op, diff.shape, variant, tensor);
     if (diff.with) printf(" %-14s", by);
     printf(" %8.1e %8.1e @%-7zu %5.0e %9.3f  %s%s\n", l.error, l.worst, l.at, limit, ms,
         l.why ? "FAIL: " : "ok", l.why ? l.why : "");
@@ -257,10 +262,10 @@ static void diff_step(const Op *o, const Step *s, const Backend *b, const char *
         if (!u->writes) continue;
         if (u->ignored) {
             Line l = {0, 0, 0, strcmp(x->name, "idx") ? NULL : unsound(o, r[0].out[u->array])};
-            if (l.why) report(s->name, variant, x->name, by, l, 0, ms);
+            if (l.why) report(diff.op, variant, x->name, by, l, 0, ms);
             continue;
         }
-        report(s->name, variant, x->name, by,
+        report(diff.op, variant, x->name, by,
             compare(u, x->kind, r[0].out[u->array], r[1].out[u->array], ref->out[u->array],
                 x->count, size, limit),
             limit, ms);
@@ -268,7 +273,7 @@ static void diff_step(const Op *o, const Step *s, const Backend *b, const char *
     for (int run = 0; run < 2; run++)
         if (r[run].wrong[0]) {
             const Line l = {INFINITY, INFINITY, 0, r[run].wrong};
-            report(s->name, variant, "memory", by, l, 0, ms);
+            report(diff.op, variant, "memory", by, l, 0, ms);
             break;
         }
     release_to(mark);
@@ -300,7 +305,12 @@ static void start_gradients(const Op *o, const Step *s, double **v) {
     }
 }
 
-static int wanted(const Step *s) { return !strcmp(s->name, diff.op); }
+// "plan_select:given": the operation, and what is special about this step of it
+static size_t operation_length(const Step *s) { return strcspn(s->name, ":"); }
+static int wanted(const Step *s) {
+    const size_t length = operation_length(s);
+    return !strncmp(s->name, diff.op, length) && !diff.op[length];
+}
 
 // The steps of o in the reference, each from the rounded values of those before; the wanted ones on
 // the device too.
@@ -318,8 +328,12 @@ static void diff_op(Op *o, const char *variant) {
         start_gradients(o, s, v);
         run_step(o, s, backend_f64(), v, 0, &ref);
         if (wanted(s)) {
-            diff_step(o, s, diff.dev, "built-in", v, &ref, variant);
-            if (diff.with) diff_step(o, s, diff.with, diff.with_name, v, &ref, variant);
+            char what[64];
+            const char *special = s->name + operation_length(s);
+            snprintf(what, sizeof what, "%s%s%s", variant, *special ? "-" : "",
+                *special ? special + 1 : "");
+            diff_step(o, s, diff.dev, "built-in", v, &ref, what);
+            if (diff.with) diff_step(o, s, diff.with, diff.with_name, v, &ref, what);
             set_threads(1);
         }
         for (int k = 0; k < o->arrays; k++) {
@@ -573,7 +587,7 @@ static void diff_select(const Shape *s) {
         moved[0] = 3, moved[1] = 5;
         plan_arrays(&o);
         STEP(&o, plan_select, "idx weight count logits lse > +moved " LOOSE_PLAN);
-        add_step(&o, "plan_select", call_plan_weights, NULL,
+        add_step(&o, "plan_select:given", call_plan_weights, NULL,
             "idx weight count logits lse moved offsets row expert row_begin slot > ~slot_weight");
         snprintf(variant, sizeof variant, "%s%s", form_name[form], sigmoid ? "-sigmoid" : "");
         diff_op(&o, variant);
@@ -602,7 +616,7 @@ static void diff_classifier(const Shape *s) {
         const double size = 1 / sqrt(s->C);
         Op o = classifier_op(diff.dev, "classifier", s->B * s->T, s->V, s->C, size);
         for (int n = 0; n < o.N && ignored; n++) o.array[named(&o, "targets")].x[n] = -1;
-        diff_op(&o, ignored ? "all-ignored" : "-");
+        diff_op(&o, ignored ? "all-ignored" : "trained");
     }
 }
 
@@ -614,11 +628,20 @@ static double *state_array(Op *o, int bad) {
     memcpy(x, values, sizeof values);
     return x;
 }
+static const Config shapeless = {.vocab_size = 2,
+    .n_layers = 1,
+    .d_model = 1,
+    .n_heads = 1,
+    .n_kv_heads = 1,
+    .head_dim = 2,
+    .n_experts = 1,
+    .top_k = 1,
+    .d_expert = 1};
 CALL(reduce_loss) { b->reduce_loss(A(state), A(losses), o->N, o->scale); }
 static void diff_reduce_loss(const Shape *s) {
     static const char *const form_name[] = {"-", "bad", "bad-before"};
     for (int form = 0; form < 3; form++) {
-        Op o = op_on(diff.dev, "loss", s->B, s->T, config(2, 1, 1, 1, 1, 2, 1, 1, 1));
+        Op o = op_on(diff.dev, "loss", s->B, s->T, shapeless);
         double *x = random_array(&o, "losses", STAT, o.N, 1, 3);
         o.scale = 0.3;
         if (form) x[o.N - 1] = NAN, x[o.N / 2] = INFINITY;
@@ -628,18 +651,21 @@ static void diff_reduce_loss(const Shape *s) {
     }
 }
 
-/* Tensors with gaps between them, one with a single element, some without decay. Returns how many
-   elements the arena has. */
+/* The tensors of a model of this shape, with gaps between them, as the optimiser gets them. Returns
+   how many elements the arena has. */
 static size_t segment_array(Op *o, const Shape *s) {
-    const size_t counts[] = {(size_t)s->V * s->C, 1, s->C, (size_t)2 * s->I * s->C, 259};
-    double *x = array(o, "segments", SEGMENTS, SEGMENT_VALUES * COUNT(counts));
-    size_t at = 0;
-    for (size_t i = 0; i < COUNT(counts); i++) {
-        x[3 * i] = (double)at, x[3 * i + 1] = (double)counts[i], x[3 * i + 2] = i % 2 == 0;
-        at += (counts[i] + 63) / 64 * 64;
+    TensorTable t;
+    o->c = config(s->V, 1, s->C, s->heads, s->kv, s->hd, s->E, s->K, s->I);
+    if (tensor_table_build(&t, &o->c, sizeof(float))) die(RUN_ERROR, "no memory");
+    double *x = array(o, "segments", SEGMENTS, SEGMENT_VALUES * (size_t)t.count);
+    for (int i = 0; i < t.count; i++) {
+        const Tensor *a = &t.tensor[i];
+        x[3 * i] = (double)a->offset, x[3 * i + 1] = (double)a->count, x[3 * i + 2] = a->row->decay;
     }
-    o->segments = COUNT(counts);
-    return at;
+    const size_t elements = t.elements;
+    o->segments = t.count;
+    tensor_table_free(&t);
+    return elements;
 }
 static void gradient_array(Op *o, size_t n) { // NaN in the gaps
     const double *seg = o->array[named(o, "segments")].x;
@@ -657,7 +683,7 @@ static void diff_grad_norm(const Shape *s) {
         "clipped", "not-clipped", "no-limit", "bad", "bad-before"};
     const double max_norm[] = {0.5, 1e6, 0, 1, 1};
     for (int form = 0; form < 5; form++) {
-        Op o = op_on(diff.dev, "norm", s->B, s->T, config(2, 1, 1, 1, 1, 2, 1, 1, 1));
+        Op o = op_on(diff.dev, "norm", s->B, s->T, shapeless);
         gradient_array(&o, segment_array(&o, s));
         o.optim.max_norm = max_norm[form];
         double *g = o.array[named(&o, "grads")].x;
@@ -674,7 +700,7 @@ CALL(update) {
 static void diff_update(const Shape *s) {
     static const char *const form_name[] = {"adamw", "sgd", "adamw-bad", "sgd-bad"};
     for (int form = 0; form < 4; form++) {
-        Op o = op_on(diff.dev, "update", s->B, s->T, config(2, 1, 1, 1, 1, 2, 1, 1, 1));
+        Op o = op_on(diff.dev, "update", s->B, s->T, shapeless);
         const size_t n = segment_array(&o, s);
         const OptimConfig optim = {0.9, 0.95, 1e-3, 0.3, 1, form & 1};
         o.optim = optim;
@@ -771,8 +797,13 @@ static const Backend *device_of(const char *name, DType type) {
 #ifndef WITH_CC
 #define WITH_CC "cc -std=gnu11 -O3"
 #endif
-#define WITH_CXX  "g++ -std=c++17 -O2"
+#ifndef WITH_CXX
+#define WITH_CXX "c++ -std=c++17 -O2 -ffp-contract=off"
+#endif
+#ifndef WITH_NVCC
 #define WITH_NVCC "nvcc -std=c++17 -O3"
+#endif
+#define WITH_EMULATED " -include cuda_cpu.h" // in place of CUDA's own headers
 
 // Runs a command, its stdout into a file or (NULL) onto stderr; returns its exit status.
 static int run_command(char **argv, const char *out) {
@@ -819,7 +850,7 @@ static int load_with(Backend *b, const char *file, const char *device) {
     snprintf(cpp, sizeof cpp, "%s/with.cpp", dir);
     snprintf(folder, sizeof folder, "-I%.*s", slash ? (int)(slash - file) : 1, slash ? file : ".");
     if (!strcmp(device, "emulated")) { // what `kernel<<<...>>>` becomes in C++
-        const char *const sed[] = {"-f", "data/cuda_cpu.sed", file, NULL};
+        const char *const sed[] = {"-z", "-E", "-f", "data/cuda_cpu.sed", file, NULL};
         snprintf(command, sizeof command, "sed");
         failed_to = compile(command, sed, cpp);
         if (failed_to) die(USER_ERROR, "--with %s: data/cuda_cpu.sed does not take it", file);
@@ -904,7 +935,7 @@ static int operation_named(const char *name) {
 static void list_cases(void) {
     for (int i = 0; i < N_OPERATIONS; i++) printf("operation %s\n", operations[i].name);
     for (size_t i = 0; i < COUNT(shapes) + RANDOM_SHAPES; i++) {
-        char name[16];
+        char name[24];
         const Shape s =
             i < COUNT(shapes) ? shapes[i] : random_shape(diff.seed, (int)(i - COUNT(shapes)), name);
         printf("shape     %-15s B=%d,T=%d,V=%d,C=%d,heads=%d,kv=%d,hd=%d,E=%d,K=%d,I=%d\n", s.name,
@@ -914,10 +945,8 @@ static void list_cases(void) {
 
 static void diff_shapes(int op, const Shape *given) {
     for (size_t i = 0; i < COUNT(shapes) + RANDOM_SHAPES; i++) {
-        char name[16];
-        const Shape s = given   ? *given
-            : i < COUNT(shapes) ? shapes[i]
-                                : random_shape(diff.seed, (int)(i - COUNT(shapes)), name);
+        char name[24];
+        const Shape s = given ? *given : shape_at(diff.seed, i, name);
         diff_shape(op, &s);
         if (given) break;
     }
@@ -978,7 +1007,7 @@ static int diff_command(int argc, char **argv) {
     diff.print = 1;
     printf("device %s, dtype %s, seed %llu\n", device, dtype_name(diff.dev),
         (unsigned long long)diff.seed);
-    printf("%-24s %-15s %-16s %-12s", "operation", "shape", "variant", "tensor");
+    printf("%-24s %-15s %-24s %-12s", "operation", "shape", "variant", "tensor");
     if (file) printf(" %-14s", "by");
     printf(" %8s %8s %-8s %5s %9s\n", "error", "largest", "at", "limit", "ms");
     for (int i = 0; i < N_OPERATIONS; i++)
@@ -994,16 +1023,14 @@ static int diff_command(int argc, char **argv) {
 // -------------------------------------------------------------------------------------------------
 // as tests
 
-// Every operation and shape on a device: one check each, of all variants.
-static void test_device(const char *device, const Backend *b) {
+// Every operation and the first shapes on a device: one check each, of all variants.
+static void test_device(const char *device, const Backend *b, size_t n_shapes) {
     diff.dev = b, diff.print = 0, diff.seed = 1;
     for (int op = 0; op < N_OPERATIONS; op++) {
         if (!operation_of(b, op)) continue;
-        for (size_t i = 0; i < COUNT(shapes) + RANDOM_SHAPES; i++) {
-            char name[16];
-            const Shape s = i < COUNT(shapes)
-                ? shapes[i]
-                : random_shape(diff.seed, (int)(i - COUNT(shapes)), name);
+        for (size_t i = 0; i < n_shapes; i++) {
+            char name[24];
+            const Shape s = shape_at(diff.seed, i, name);
             if (!begin("%s/%s/%s/%s", device, operations[op].name, s.name, dtype_name(b))) continue;
             diff.lines = 0;
             diff_shape(op, &s);
@@ -1013,14 +1040,14 @@ static void test_device(const char *device, const Backend *b) {
     }
 }
 static void test_devices(void) {
-    test_device("cpu", backend_cpu());
+    test_device("cpu", backend_cpu(), SMALL_SHAPES); // float/ has it at more sizes
 #ifdef HAVE_EMULATED
     const DType types[] = {F32, BF16};
     for (int i = 0; i < 2; i++) {
         const char *why = NULL;
         const Backend *b = backend_emulated(types[i], &why);
         if (b) {
-            test_device("emulated", b);
+            test_device("emulated", b, COUNT(shapes) + RANDOM_SHAPES);
         } else if (begin("emulated/%s", types[i] == F32 ? "fp32" : "bf16")) {
             check(0, "no such device: %s", why ? why : "it does not say why");
             finish();
