@@ -201,7 +201,7 @@ EMULATED := $(B)/moe_emulated.o
 $(E)/train_moe.o $(B)/test_moe.o: DEFINES += -DHAVE_EMULATED
 endif
 
-TESTS    := test_moe test_golden test_files test_tokens test_fuzz
+TESTS    := test_moe test_golden test_files test_tokens test_fuzz $(if $(EMULATED),test_emulated)
 PROGRAMS := $(B)/train_moe $(TESTS:%=$(B)/%)
 # The root's programs are links to the last build that `make` made; a sanitizer build never takes
 # their place, nor does `make test` with settings of its own.
@@ -214,7 +214,11 @@ programs: $(PROGRAMS)
 
 $(B)/train_moe: $(B)/train_moe.o $(CPU) $(CUDA_OBJECT)
 	$(LINK)
-# The tests measure against moe_f64.o, the same backend in double precision.
+# The tests measure against moe_f64.o, the same backend in double precision. test_moe diff --with
+# compiles a file of its own as moe_cpu.c or moe_kernels.cu is compiled, and loads it.
+$(B)/test_moe.o: DEFINES += '-DWITH_CC="$(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(CPPFLAGS)"' \
+    '-DWITH_CXX="$(EMULATED_CXX)"' '-DWITH_NVCC="$(CUDA_NVCC) -std=c++17 $(NVCCFLAGS)"'
+$(B)/test_moe: LIBS += -ldl
 $(B)/test_moe: $(B)/test_moe.o $(CPU) $(B)/moe_f64.o $(CUDA_OBJECT) $(EMULATED)
 	$(LINK)
 $(B)/test_golden: $(B)/test_golden.o $(CPU)
@@ -239,16 +243,20 @@ $(B)/moe_avx512.o: moe_cpu.c $(CONFIG)
 	    -Dbackend_cpu=backend_avx512 -c $< -o $@
 
 # ---- the kernels ---------------------------------------------------------------------------------
+EMULATED_CXX = $(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(CFLAGS) $(ARCH) $(OMP) \
+    -Wno-unknown-pragmas $(CPPFLAGS) -I. -include cuda_cpu.h
 # On the CPU: launches and shared memory are rewritten by data/cuda_cpu.sed, which says how; the
 # rest of CUDA is in cuda_cpu.h. The line numbers are those of the kernels.
-$(B)/moe_kernels_cpu.cpp: moe_kernels.cu data/cuda_cpu.sed $(CONFIG)
-	{ echo '$(hash)line 1 "moe_kernels.cu"'; sed -z -E -f data/cuda_cpu.sed $<; } >$@
+$(B)/%_cpu.cpp: %.cu data/cuda_cpu.sed $(CONFIG)
+	{ echo '$(hash)line 1 "$<"'; sed -z -E -f data/cuda_cpu.sed $<; } >$@
 $(B)/moe_emulated.o: $(B)/moe_kernels_cpu.cpp cuda_cpu.h $(CONFIG)
-	$(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(CFLAGS) $(ARCH) $(OMP) $(WARNINGS) \
-	    $(CPPFLAGS) $(MODE) -MMD -MP -I. -include cuda_cpu.h -Dbackend_cuda=backend_emulated \
-	    -c $< -o $@
+	$(EMULATED_CXX) $(WARNINGS) $(MODE) -MMD -MP -Dbackend_cuda=backend_emulated -c $< -o $@
 
 # train_moe with the emulated device: the other objects are those of the ordinary build.
+$(B)/test_emulated.o: $(B)/test_emulated_cpu.cpp cuda_cpu.h $(CONFIG)
+	$(EMULATED_CXX) $(WARNINGS) $(MODE) -MMD -MP -c $< -o $@
+$(B)/test_emulated: $(B)/test_emulated.o
+	$(CXX) $(CFLAGS) $(ARCH) $(OMP) $(MODE) -o $@ $< $(LDFLAGS)
 $(E)/train_moe.o: train_moe.c $(CONFIG)
 	@mkdir -p $(@D)
 	$(COMPILE) $(DISPATCH) -c $< -o $@

@@ -1330,7 +1330,10 @@ static void test_hash(void) {
     }
 }
 
+#include "test_diff.h"
+
 int main(int argc, char **argv) {
+    if (argc > 1 && !strcmp(argv[1], "diff")) return diff_command(argc - 1, argv + 1);
     for (int i = 1; i < argc; i++)
         if (!strcmp(argv[i], "-v"))
             verbose = 1;
@@ -1343,6 +1346,7 @@ int main(int argc, char **argv) {
         return 0;
     }
     test_operations();
+    test_devices();
     for (int i = 0; i < MODELS; i++) test_model(i);
     test_references();
     test_threads("qwen3", config(256, 2, 64, 4, 2, 16, 16, 4, 16), 4, 200);
