@@ -1331,9 +1331,11 @@ static void test_hash(void) {
 }
 
 #include "test_diff.h"
+#include "test_parity.h"
 
 int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "diff")) return diff_command(argc - 1, argv + 1);
+    if (argc > 1 && !strcmp(argv[1], "parity")) return parity_command(argc - 1, argv + 1);
     for (int i = 1; i < argc; i++)
         if (!strcmp(argv[i], "-v"))
             verbose = 1;
@@ -1347,6 +1349,7 @@ int main(int argc, char **argv) {
     }
     test_operations();
     test_devices();
+    test_parity_of_devices();
     for (int i = 0; i < MODELS; i++) test_model(i);
     test_references();
     test_threads("qwen3", config(256, 2, 64, 4, 2, 16, 16, 4, 16), 4, 200);

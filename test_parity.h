@@ -29,7 +29,7 @@ static double *read_back(const Backend *b, DType type, const void *p, size_t n) 
     host_from(b, type, x, p, n);
     return x;
 }
-static void *bytes_of(const Backend *b, const void *p, size_t bytes) {
+static void *host_bytes(const Backend *b, const void *p, size_t bytes) {
     void *x = fresh(bytes, 1);
     b->to_host(x, p, bytes);
     return x;
@@ -58,7 +58,8 @@ static void lively_on(Model *m) {
 
 /* Trains for `steps`; idle: a tensor whose gradient is zeroed in every step, or -1. Returns the last
    state. */
-static StepState train_on(Model *m, int steps, int B, int T, const OptimConfig *o, double lr, int idle) {
+static StepState train_on(
+    Model *m, int steps, int B, int T, const OptimConfig *o, double lr, int idle) {
     StepState s = {0};
     for (int step = 1; step <= steps; step++) {
         const int mark = pooled;
@@ -89,7 +90,8 @@ static Config even_config(int which) {
     return c;
 }
 
-static Model parity_model(const Config *c, const Backend *b, int recompute, int tile, const Model *from) {
+static Model parity_model(
+    const Config *c, const Backend *b, int recompute, int tile, const Model *from) {
     const ModelShape s = {
         .B = PARITY_B, .T = PARITY_T, .train = 1, .recompute = recompute, .tile = tile};
     Model m;
@@ -100,13 +102,15 @@ static Model parity_model(const Config *c, const Backend *b, int recompute, int 
 }
 
 // The largest error of a tensor's change from `start`, and its name.
-static double worst_change(const Model *m, const Model *ref, const Model *start, const char **name) {
+static double worst_change(
+    const Model *m, const Model *ref, const Model *start, const char **name) {
     double worst = 0;
     for (int i = 0; i < m->table.count; i++) {
         const int mark = pooled;
         const Tensor *t = &m->table.tensor[i];
         if (!t->row->trained) continue;
-        const double *x = param_values(m, t), *r = param_values(ref, t), *s = param_values(start, t);
+        const double *x = param_values(m, t), *r = param_values(ref, t),
+                     *s = param_values(start, t);
         double diff = 0, moved = 0;
         for (size_t k = 0; k < t->count; k++) {
             diff += (x[k] - r[k]) * (x[k] - r[k]);
@@ -152,7 +156,7 @@ static void test_parity_repeat(Parity p, const char *type, int which) {
         set_threads(1 + run);
         Model m = parity_model(&c, p.b, 0, 0, NULL);
         s[run] = train_on(&m, 3, PARITY_B, PARITY_T, &adamw, 1e-2, -1);
-        const void *bits = bytes_of(p.b, m.base[A_PARAMS], m.used[A_PARAMS]);
+        const void *bits = host_bytes(p.b, m.base[A_PARAMS], m.used[A_PARAMS]);
         check(!run || !memcmp(bits, first, m.used[A_PARAMS]), "run %d: other weights", run);
         check(!memcmp(&s[run], &s[0], sizeof *s), "run %d: other losses", run);
         if (!run) first = bits;
@@ -169,7 +173,7 @@ static char *logits_on_host(const Model *m, int N) {
     void *device = m->b->alloc(bytes);
     must(device != NULL, "memory");
     m->b->linear_forward(device, m->lnf, m->head, N, m->scratch);
-    char *out = bytes_of(m->b, device, bytes);
+    char *out = host_bytes(m->b, device, bytes);
     m->b->release(device);
     return out;
 }
@@ -198,14 +202,15 @@ static void test_parity_rows(Parity p, const char *type, const char *sizes, int 
     other = new_model(&c, b, 1, T, 0, 0, &batch);
     for (int len = T; len > 0; len = len > 69 ? 9 : len - 8) { // 70, 9, 1 tokens alone
         model_loss(&other, tokens, targets, 1, len);
-        check(!memcmp(logits, logits_on_host(&other, len), len * row), "%d tokens alone differ", len);
+        check(
+            !memcmp(logits, logits_on_host(&other, len), len * row), "%d tokens alone differ", len);
     }
     model_free(&other);
 
     other = new_model(&c, b, 1, 66, 0, T, &batch); // 66 at once, then one by one
     for (int at = 0, len = 66; at < T; at += len, len = 1) {
         model_next(&other, tokens + at, &at, &len, 1, len);
-        check(!memcmp(logits + (at + len - 1) * row, bytes_of(b, other.logits, row), row),
+        check(!memcmp(logits + (at + len - 1) * row, host_bytes(b, other.logits, row), row),
             "cached: token %d differs", at + len - 1);
     }
     model_free(&other);
@@ -220,7 +225,7 @@ static void test_parity_rows(Parity p, const char *type, const char *sizes, int 
                 ? tokens[(i / width - 1) * T + start[i / width] + i % width]
                 : 1;
         model_next(&other, padded, start, lens[call], D, width);
-        const char *next = bytes_of(b, other.logits, D * row);
+        const char *next = host_bytes(b, other.logits, D * row);
         for (int d = 0; d < D; d++) {
             start[d] += lens[call][d];
             check(!memcmp(logits + ((d - 1) * T + start[d] - 1) * row, next + d * row, row),
@@ -246,7 +251,8 @@ static void test_parity_options(Parity p, const char *type, int which) {
     const void *topk_bits = NULL;
     const int mark = pooled;
     for (size_t i = 0; i < COUNT(option); i++) {
-        if (!begin("parity/options/%s/%s/%s/%s", p.b->name, type, model_name[which], option[i].name))
+        if (!begin(
+                "parity/options/%s/%s/%s/%s", p.b->name, type, model_name[which], option[i].name))
             continue;
         const Batch x = new_batch(PARITY_B, PARITY_T, c.vocab_size, 3, 7);
         Model m[2];
@@ -272,24 +278,32 @@ static void test_parity_options(Parity p, const char *type, int which) {
         }
         check(relative(loss[1], loss[0]) <= (bf16 ? 5e-3 : 1e-6), "loss %.8f, on the CPU %.8f",
             loss[1], loss[0]);
-        check(relative(aux[1], aux[0]) <= (bf16 ? 1e-2 : 1e-5), "balance loss %.8f, on the CPU %.8f",
-            aux[1], aux[0]);
+        check(relative(aux[1], aux[0]) <= (bf16 ? 1e-2 : 1e-5),
+            "balance loss %.8f, on the CPU %.8f", aux[1], aux[0]);
         const size_t n = m[0].table.elements;
         const double *g = read_back(p.b, F32, m[1].base[A_GRADS], n);
         const double *r = read_back(backend_cpu(), F32, m[0].base[A_GRADS], n);
         double diff = 0, norm = 0;
         for (size_t k = 0; k < n; k++) diff += (g[k] - r[k]) * (g[k] - r[k]), norm += r[k] * r[k];
         within(sqrt(diff / norm), bf16 ? 5e-2 : 1e-5, "gradient");
-        const void *bits = bytes_of(p.b, m[1].base[A_GRADS], n * sizeof(float));
+        const void *bits = host_bytes(p.b, m[1].base[A_GRADS], n * sizeof(float));
         if (i == 0) topk_bits = bits;
         if (option[i].recompute && topk_bits)
-            check(!memcmp(bits, topk_bits, n * sizeof(float)), "recomputation changes the gradient");
+            check(
+                !memcmp(bits, topk_bits, n * sizeof(float)), "recomputation changes the gradient");
         model_free(&m[0]), model_free(&m[1]);
         finish();
     }
     release_to(mark);
 }
 
+static void (*schedule_of(const char *device))(uint64_t) {
+#ifdef HAVE_EMULATED
+    if (!strcmp(device, "emulated")) return emulated_seed;
+#endif
+    (void)device;
+    return NULL;
+}
 static void test_parity(const Backend *b, void (*seed)(uint64_t)) {
     const int bf16 = b->act_type == BF16;
     const Parity p = {b, seed, bf16 ? 5e-2 : 1e-3};
@@ -304,6 +318,26 @@ static void test_parity(const Backend *b, void (*seed)(uint64_t)) {
         test_parity_rows(p, type, which % 2 ? "odd" : "even", which);
     test_parity_options(p, type, QWEN3);
     test_parity_options(p, type, DEEPSEEK);
+}
+
+// test_moe parity [--device emulated|cuda]: both data types
+static int parity_command(int argc, char **argv) {
+    const char *device = "emulated";
+    if (argc == 3 && !strcmp(argv[1], "--device"))
+        device = argv[2];
+    else if (argc != 1)
+        die(USER_ERROR, "test_moe parity: expected --device emulated or cuda, found '%s'", argv[1]);
+    if (!strcmp(device, "cpu")) die(USER_ERROR, "--device: expected emulated or cuda, found 'cpu'");
+    printf("device %s\n", device);
+    test_parity(device_of(device, F32), schedule_of(device));
+    test_parity(device_of(device, BF16), schedule_of(device));
+    return failures != 0;
+}
+static void test_parity_of_devices(void) {
+#ifdef HAVE_EMULATED
+    test_parity(device_of("emulated", F32), schedule_of("emulated"));
+    test_parity(device_of("emulated", BF16), schedule_of("emulated"));
+#endif
 }
 
 #endif
