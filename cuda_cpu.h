@@ -629,8 +629,7 @@ static inline Launch launch(dim3 grid, dim3 block, size_t shared = 0, const void
 
 } // namespace cuda_cpu
 
-extern "C" __attribute__((unused)) void emulated_seed(uint64_t seed);
-inline void emulated_seed(uint64_t seed) { cuda_cpu::seed = seed; }
+extern "C" __attribute__((used)) inline void emulated_seed(uint64_t seed) { cuda_cpu::seed = seed; }
 
 #define threadIdx (cuda_cpu::self()->thread)
 #define blockIdx  (cuda_cpu::worker->block->index)
