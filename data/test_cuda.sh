@@ -60,7 +60,7 @@ report_of_spills() {
 }
 what_make_says() {
     local goal
-    goal='--eval=said: ; @echo $(FOUND)'
+    goal="--eval=said: ; @echo '\$(FOUND)'"
     (cd "$root" && $MAKE --no-print-directory -s "$goal" said CC="$CC" CUDA=0) >stdout 2>stderr ||
         no "$(tail -n 1 stderr)"
     said 'C\+\+ (on|off \(no emulated device\)), CUDA off$' stdout
