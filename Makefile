@@ -427,6 +427,7 @@ plot: all
 SOURCES := $(wildcard *.c data/*.c)
 lint:
 	cppcheck --quiet --std=c11 --enable=warning,performance,portability --inline-suppr \
+	    --max-configs=48 \
 	    $(addprefix --suppress=,invalidPointerCast invalidFunctionArg arrayIndexThenCheck objectIndex) \
 	    --error-exitcode=1 $(SOURCES)
 	clang-tidy --quiet $(SOURCES) -- $(NUMERICS) -DUSE_PCRE2 $(CPPFLAGS)

@@ -7,7 +7,7 @@
 nvcc=$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc)
 # One architecture, and little optimisation of what is not the kernels: a minute at most.
 settings=(CC="$CC" CUDA=1 CUDA_ARCH=90 CFLAGS=-O1)
-make_says() { # WORDS OF MAKE...: its last line into the file stderr
+make_logged() { # WORDS OF MAKE...
     (cd "$root" && $MAKE --no-print-directory "$@") >"$work/make.log" 2>&1
 }
 folder() {
@@ -18,7 +18,7 @@ built() {
     local program
     [ "$nvcc" ] || skip "no nvcc here"
     program=$root/$(folder)/train_moe || no "make does not say its folder"
-    make_says "${program#"$root/"}" "${settings[@]}" ||
+    make_logged "${program#"$root/"}" "${settings[@]}" ||
         no "does not build: $(grep -E 'error|warning|undefined' "$work/make.log" | head -n 1)"
     ! grep -iE 'warning' "$work/make.log" || no "nvcc warns: $(grep -i warning "$work/make.log" | head -n 1)"
     text 100 >text
@@ -28,7 +28,7 @@ built() {
     run 0 "$program" --input text --out o --layers 1 --d-model 16 --heads 2 --seq 16 --batch 2 \
         --steps 2 --warmup 1 --eval-every 0 --sample-every 0
     # nothing is compiled again that did not change
-    make_says "${program#"$root/"}" "${settings[@]}" || no "does not build again"
+    make_logged "${program#"$root/"}" "${settings[@]}" || no "does not build again"
     ! grep -q 'moe_kernels' "$work/make.log" || no "the kernels are compiled again"
 }
 report() {
@@ -60,13 +60,15 @@ report_of_spills() {
 }
 what_make_says() {
     local goal
-    goal='--eval=said: ; @echo $(FOUND)'
+    goal="--eval=said: ; @echo '\$(FOUND)'"
     (cd "$root" && $MAKE --no-print-directory -s "$goal" said CC="$CC" CUDA=0) >stdout 2>stderr ||
         no "$(tail -n 1 stderr)"
     said 'C\+\+ (on|off \(no emulated device\)), CUDA off$' stdout
     (cd "$root" && $MAKE --no-print-directory -s "$goal" said CC="$CC" CUDA=1 NVCC=/no/nvcc) \
         >stdout 2>stderr && no "CUDA=1 without nvcc is no error"
     said 'CUDA=1: no nvcc' stderr
+    run 2 "$MAKE" --no-print-directory -C "$root" emulated CC="$CC" CXX=/no/c++ CUDA=0
+    said '^emulated: /no/c\+\+ compiles no C\+\+17 here'
 }
 # gpu-check says of itself that there is no GPU; a step that fails is counted, one that hangs is ended.
 no_gpu() {
