@@ -276,7 +276,7 @@ static void check_op(Op *o) {
 OP(op_embedding) {
     const int V = o->c.vocab_size, C = o->c.d_model;
     b->embedding_forward(y[0], o->ids, mat(b, x[0], 1, V, C), o->N);
-    if (dx) b->embedding_backward(dx[0], dy[0], o->ids, o->N, V, C);
+    if (dx) b->embedding_backward(dx[0], dy[0], o->ids, o->N, V, C, scratch_for(o, b));
 }
 static void embedding_case(const char *name, int N, int V, int C) {
     Op o = op(name, op_embedding, 1, N, config(V, 1, C, 1, 1, 2, 1, 1, 1));
@@ -290,7 +290,9 @@ static void embedding_case(const char *name, int N, int V, int C) {
 OP(op_rmsnorm) {
     void *rstd = fresh(o->N, b->stat_size);
     b->rmsnorm_forward(y[0], rstd, x[0], x[1], o->N, o->c.d_model, o->c.norm_eps);
-    if (dx) b->rmsnorm_backward(dx[0], dx[1], dy[0], x[0], rstd, x[1], o->N, o->c.d_model);
+    if (!dx) return;
+    b->rmsnorm_backward(
+        dx[0], dx[1], dy[0], x[0], rstd, x[1], o->N, o->c.d_model, scratch_for(o, b));
 }
 static void rmsnorm_case(const char *name, int N, int C) {
     Op o = op(name, op_rmsnorm, 1, N, config(2, 1, C, 1, 1, 2, 1, 1, 1));
@@ -309,7 +311,8 @@ OP(op_residual) {
     if (o->variant) memcpy(y[0], sum, bytes);
     if (!dx) return;
     memcpy(dx[0], dy[0], bytes);
-    b->rmsnorm_backward(dx[0], dx[2], dy[1], y[0], rstd, x[2], o->N, o->c.d_model);
+    b->rmsnorm_backward(
+        dx[0], dx[2], dy[1], y[0], rstd, x[2], o->N, o->c.d_model, scratch_for(o, b));
     memcpy(dx[1], dx[0], bytes);
 }
 static void residual_case(const char *name, int N, int C, int in_place) {
@@ -400,12 +403,14 @@ static void attention_case(const char *name, int B, int T, int heads, int kv, in
 // A plan, in arrays of exactly its size, from a choice of experts and its weights.
 static Plan plan_of(const Backend *b, const int *idx, const void *weight, int N, int K, int E) {
     const size_t S = (size_t)N * K;
+    const Config c = config(2, 1, 2, 1, 1, 2, E, K, 1);
+    const ScratchShape shape = {1, N, N, (int)S, 1};
     int *count = fresh(E, sizeof(int));
     Plan p = {N, E, (int)S, K, fresh(E + 1, 4), fresh(S, 4), fresh(S, 4), fresh(S, b->stat_size),
         fresh(N + 1, 4), fresh(S, 4)};
     memset(count, 0, E * sizeof(int));
     for (size_t s = 0; s < S; s++) count[idx[s]]++;
-    b->plan_topk(&p, idx, weight, count, N, K, E);
+    b->plan_topk(&p, idx, weight, count, N, K, E, fresh(b->scratch_bytes(&c, &shape), 1));
     return p;
 }
 // dS, by slot, to or from the order of the choice, (N,K)
