@@ -569,6 +569,662 @@ template <class T> static void add(act_t *out, const act_t *a, const act_t *b, s
 
 //SECTION router, plan
 
+// -------------------------------------------------------------------------------------------------
+// router
+
+enum {
+    ROUTER_TILE = 64,    // a block's tile of a product is 64 x 64, of which a thread owns 4 x 4
+    ROUTER_STEP = 16,    // values along k that are in shared memory at a time
+    ROUTER_SPLIT = 1024, // rows whose part of the weight gradient one block sums
+    ROUTER_ROWS = 32,    // most rows that a block of the row-wise kernels owns, one a thread
+    ROUTER_THREADS = 128,
+    MOST_EXPERTS = 2048,     // for which one row's scores fit the shared memory of a block
+    ROUTER_SHARED = 36 << 10 // bytes of it that those rows may take: less than any block may have
+};
+#define TINY 1e-20f // as in moe_cpu.c: added to a sum of scores before it divides
+
+/* The router's products are float however wide the activations are, and of one accumulator an
+   output, k ascending, so that a row's logits do not depend on the rows beside it. An operand's
+   tile is 64 x 16 values (i, k); in memory (i, k) is x[i ld + k] where k is adjacent, else x[k ld +
+   i]. A thread brings 4 of them, zeros beyond the edges. */
+template <class X, bool k_adjacent>
+__device__ inline void fetch_tile(
+    float *v, const X *x, size_t ld, int i0, int rows, int k0, int k_end) {
+    const int i = i0 + (k_adjacent ? threadIdx.x / 4 : threadIdx.x % 16 * 4);
+    const int k = k0 + (k_adjacent ? threadIdx.x % 4 * 4 : threadIdx.x / 16);
+    for (int j = 0; j < 4; j++) {
+        const int ij = k_adjacent ? i : i + j, kj = k_adjacent ? k + j : k;
+        v[j] = 0;
+        if (ij < rows && kj < k_end) v[j] = to_float(x[k_adjacent ? ij * ld + kj : kj * ld + ij]);
+    }
+}
+// the same values to shared memory, (k, i); rows of 68, so that 16-byte reads stay aligned
+typedef float RouterTile[ROUTER_STEP][ROUTER_TILE + 4];
+template <bool k_adjacent> __device__ inline void put_tile(RouterTile tile, const float *v) {
+    for (int j = 0; j < 4; j++) {
+        if (k_adjacent)
+            tile[threadIdx.x % 4 * 4 + j][threadIdx.x / 4] = v[j];
+        else
+            tile[threadIdx.x / 16][threadIdx.x % 16 * 4 + j] = v[j];
+    }
+}
+
+/* acc[i][j] = sum over k of a (i0 + 4 (thread / 16) + i, k) * b (j0 + 4 (thread % 16) + j, k), for
+   k in [k_begin, k_end). While one buffer is multiplied the next is on its way; a thread that
+   writes a buffer has passed the barrier after which nobody reads it. */
+template <class A, class B, bool a_adjacent, bool b_adjacent>
+__device__ inline void router_product(float (*acc)[4], const A *a, size_t lda, int i0, int m,
+    const B *b, size_t ldb, int j0, int n, int k_begin, int k_end) {
+    __shared__ __align__(16) float a_tile[2][ROUTER_STEP][ROUTER_TILE + 4];
+    __shared__ __align__(16) float b_tile[2][ROUTER_STEP][ROUTER_TILE + 4];
+    const int i4 = threadIdx.x / 16 * 4, j4 = threadIdx.x % 16 * 4;
+    float av[4], bv[4];
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) acc[i][j] = 0;
+    fetch_tile<A, a_adjacent>(av, a, lda, i0, m, k_begin, k_end);
+    fetch_tile<B, b_adjacent>(bv, b, ldb, j0, n, k_begin, k_end);
+    for (int k0 = k_begin, turn = 0; k0 < k_end; k0 += ROUTER_STEP, turn ^= 1) {
+        put_tile<a_adjacent>(a_tile[turn], av);
+        put_tile<b_adjacent>(b_tile[turn], bv);
+        __syncthreads();
+        if (k0 + ROUTER_STEP < k_end) {
+            fetch_tile<A, a_adjacent>(av, a, lda, i0, m, k0 + ROUTER_STEP, k_end);
+            fetch_tile<B, b_adjacent>(bv, b, ldb, j0, n, k0 + ROUTER_STEP, k_end);
+        }
+        for (int k = 0; k < ROUTER_STEP; k++) {
+            float x[4], y[4];
+            read_values<float, 4>(x, &a_tile[turn][k][i4]);
+            read_values<float, 4>(y, &b_tile[turn][k][j4]);
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 4; j++) acc[i][j] = fmaf(x[i], y[j], acc[i][j]);
+        }
+    }
+}
+
+// logits (N,E) = X (N,C) Wr^T
+template <class T>
+__global__ void __launch_bounds__(THREADS) router_logits_kernel(
+    float *logits, const T *X, const float *Wr, size_t ld, int N, int C, int E) {
+    const int n0 = blockIdx.x * ROUTER_TILE, e0 = blockIdx.y * ROUTER_TILE;
+    float acc[4][4];
+    router_product<T, float, true, true>(acc, X, C, n0, N, Wr, ld, e0, E, 0, C);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            const int n = n0 + threadIdx.x / 16 * 4 + i, e = e0 + threadIdx.x % 16 * 4 + j;
+            if (n < N && e < E) logits[(size_t)n * E + e] = acc[i][j];
+        }
+}
+
+// dX (N,C) += dlogits (N,E) Wr, rounded once
+template <class T>
+__global__ void __launch_bounds__(THREADS)
+    router_dx_kernel(T *dX, const float *dlogits, const float *Wr, size_t ld, int N, int C, int E) {
+    const int n0 = blockIdx.x * ROUTER_TILE, c0 = blockIdx.y * ROUTER_TILE;
+    float acc[4][4];
+    router_product<float, float, true, false>(acc, dlogits, E, n0, N, Wr, ld, c0, C, 0, E);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            const int n = n0 + threadIdx.x / 16 * 4 + i, c = c0 + threadIdx.x % 16 * 4 + j;
+            if (n >= N || c >= C) continue;
+            T *d = dX + (size_t)n * C + c;
+            *d = from_float<T>(to_float(*d) + acc[i][j]);
+        }
+}
+
+// partial (splits,E,C): dlogits^T X over ROUTER_SPLIT rows
+template <class T>
+__global__ void __launch_bounds__(THREADS)
+    router_dweight_kernel(float *partial, const float *dlogits, const T *X, int N, int C, int E) {
+    const int c0 = blockIdx.x * ROUTER_TILE, e0 = blockIdx.y * ROUTER_TILE;
+    const int n0 = blockIdx.z * ROUTER_SPLIT, n1 = N - n0 < ROUTER_SPLIT ? N : n0 + ROUTER_SPLIT;
+    float acc[4][4];
+    router_product<float, T, false, false>(acc, dlogits, E, e0, E, X, C, c0, C, n0, n1);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            const int e = e0 + threadIdx.x / 16 * 4 + i, c = c0 + threadIdx.x % 16 * 4 + j;
+            if (e < E && c < C) partial[((size_t)blockIdx.z * E + e) * C + c] = acc[i][j];
+        }
+}
+
+/* The row-wise kernels keep a block's rows in shared memory, which all threads fill and empty, and
+   one thread does the arithmetic of a row, in the order of moe_cpu.c. A row's length is made odd:
+   threads on adjacent rows then meet different banks. How many rows fit depends on E and K alone.
+   */
+__host__ __device__ inline int odd(int n) { return n | 1; }
+static int router_rows(int floats_each) {
+    int rows = ROUTER_ROWS;
+    while (rows > 1 && rows * floats_each * (int)sizeof(float) > ROUTER_SHARED) rows /= 2;
+    return rows;
+}
+// scores, and a bit for every expert that was taken
+__host__ __device__ inline int taken_words(int E) { return odd(pieces_of(E, 32)); }
+static int choose_rows(int E) { return router_rows(odd(E) + taken_words(E)); }
+// scores, their gradients, and the K gradients of the weights
+static int dlogits_rows(int E, int K) { return router_rows(2 * odd(E) + odd(K)); }
+
+// p = softmax(z) in place; returns log-sum-exp
+__device__ inline float router_softmax(float *z, int E) {
+    float top = z[0], sum = 0;
+    for (int e = 1; e < E; e++) top = z[e] > top || z[e] != z[e] ? z[e] : top; // NaN if any is
+    for (int e = 0; e < E; e++) sum += z[e] = expf(z[e] - top);
+    const float inv = 1 / sum;
+    for (int e = 0; e < E; e++) z[e] *= inv;
+    return top + logf(sum);
+}
+__device__ inline float logistic(float x) { return 1 / (1 + expf(-x)); }
+// s = logistic(z) in place
+__device__ inline void router_sigmoid(float *z, int E) {
+    for (int e = 0; e < E; e++) z[e] = logistic(z[e]);
+}
+// without touching z
+__device__ inline float log_sum_exp(const float *z, int E) {
+    float top = z[0], sum = 0;
+    for (int e = 1; e < E; e++) top = z[e] > top || z[e] != z[e] ? z[e] : top;
+    for (int e = 0; e < E; e++) sum += expf(z[e] - top);
+    return top + logf(sum);
+}
+
+/* The K largest of score + bias, ids in descending order of value. The scan keeps the first of
+   equals, so ties go to the lowest id, and ids are valid and distinct whatever the values are. */
+__device__ inline void choose_topk(
+    int *idx, unsigned *taken, const float *score, const float *bias, int E, int K) {
+    for (int i = 0; i < taken_words(E); i++) taken[i] = 0;
+    for (int k = 0; k < K; k++) {
+        int best = -1;
+        float best_score = 0;
+        for (int e0 = 0; e0 < E; e0 += 32) {
+            const unsigned gone = taken[e0 / 32];
+            for (int e = e0; e < E && e < e0 + 32; e++) {
+                const float s = score[e] + (bias ? bias[e] : 0);
+                if (!(gone >> (e - e0) & 1) && (best < 0 || s > best_score)) {
+                    best = e;
+                    best_score = s;
+                }
+            }
+        }
+        idx[k] = best;
+        taken[best / 32] |= 1u << best % 32;
+    }
+}
+
+/* Scores, choice and weights of a block's rows, and its parts of the means: part_p (blocks,E) sums
+   of probabilities, part_z (blocks) sums of lse^2; part_bad (blocks): its first row with a logit
+   that is not finite, N = none. count is zero beforehand. */
+__global__ void __launch_bounds__(ROUTER_THREADS) router_choose_kernel(const float *logits,
+    float *lse, int *idx, float *weight, int *count, float *part_p, float *part_z, int *part_bad,
+    const float *bias, Router r, int rows_each, int reuse) {
+    extern __shared__ float router_scores[]; // (rows, odd(E)), then (rows, taken_words(E))
+    __shared__ float inverse[ROUTER_ROWS];   // of the sum of a row's probabilities
+    __shared__ float lse_row[ROUTER_ROWS];
+    __shared__ int bad_row[ROUTER_ROWS];
+    const int E = r.E, K = r.K, ld = odd(E), n0 = blockIdx.x * rows_each, row = threadIdx.x;
+    const int rows = r.N - n0 < rows_each ? r.N - n0 : rows_each;
+    unsigned *taken = (unsigned *)(router_scores + (size_t)rows_each * ld);
+    for (int i = threadIdx.x; i < rows * E; i += ROUTER_THREADS)
+        router_scores[i / E * ld + i % E] = logits[(size_t)n0 * E + i];
+    __syncthreads();
+    if (row < rows) {
+        const int is_sigmoid = r.kind == ROUTER_SIGMOID;
+        const size_t n = n0 + row;
+        float *p = router_scores + (size_t)row * ld, *w = weight + n * K, total = 0;
+        int *id = idx + n * K, bad = 0;
+        for (int e = 0; e < E; e++) bad |= !isfinite(p[e]);
+        if (is_sigmoid) {
+            lse_row[row] = log_sum_exp(p, E);
+            router_sigmoid(p, E);
+        }
+        if (!reuse)
+            choose_topk(id, taken + row * taken_words(E), p, is_sigmoid ? bias : NULL, E, K);
+        if (!is_sigmoid) lse_row[row] = router_softmax(p, E);
+        for (int k = 0; k < K; k++) total += w[k] = p[id[k]];
+        for (int k = 0; k < K && r.norm_topk; k++) w[k] /= total + TINY;
+        for (int k = 0; k < K; k++) atomicAdd(&count[id[k]], 1);
+        inverse[row] = 1;
+        if (is_sigmoid) {
+            float sum = 0;
+            for (int e = 0; e < E; e++) sum += p[e];
+            inverse[row] = 1 / (sum + TINY);
+        }
+        bad_row[row] = bad;
+        lse[n] = lse_row[row];
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < E; e += ROUTER_THREADS) {
+        float sum = 0;
+        for (int i = 0; i < rows; i++) sum += router_scores[i * ld + e] * inverse[i];
+        part_p[(size_t)blockIdx.x * E + e] = sum;
+    }
+    if (row == 0) {
+        float z2 = 0;
+        int bad = r.N;
+        for (int i = rows - 1; i >= 0; i--) bad = bad_row[i] ? n0 + i : bad;
+        for (int i = 0; i < rows; i++) z2 += lse_row[i] * lse_row[i];
+        part_z[blockIdx.x] = z2;
+        part_bad[blockIdx.x] = bad;
+    }
+}
+
+enum { FINISH_THREADS = 1024 };
+
+/* One block adds the parts: for an expert `lanes` threads each add every lanes-th part, then the
+   lanes are added in order. Then the losses, the step's counts, and the first bad row. */
+__global__ void __launch_bounds__(FINISH_THREADS) router_finish_kernel(float *loss_sum,
+    int *count_sum, StepState *st, const int *count, const float *part_p, const float *part_z,
+    const int *part_bad, int blocks, int lanes, int layer, Router r) {
+    extern __shared__ float lane_sums[]; // (lanes,E): of probabilities; then (lanes): of lse^2
+    __shared__ int first_bad;
+    float *z_sums = lane_sums + (size_t)lanes * r.E;
+    const int E = r.E, N = r.N;
+    if (threadIdx.x == 0) first_bad = N;
+    __syncthreads();
+    for (int i = threadIdx.x; i < lanes * E; i += blockDim.x) {
+        float sum = 0;
+        for (int b = i / E; b < blocks; b += lanes) sum += part_p[(size_t)b * E + i % E];
+        lane_sums[i] = sum;
+    }
+    for (int l = threadIdx.x; l < lanes; l += blockDim.x) {
+        float sum = 0;
+        for (int b = l; b < blocks; b += lanes) sum += part_z[b];
+        z_sums[l] = sum;
+    }
+    for (int b = threadIdx.x; b < blocks; b += blockDim.x)
+        if (part_bad[b] < N) atomicMin(&first_bad, part_bad[b]);
+    __syncthreads();
+    for (int e = threadIdx.x; e < E; e += blockDim.x) { // what expert e adds to the balance loss
+        float p = 0;
+        for (int l = 0; l < lanes; l++) p += lane_sums[l * E + e];
+        lane_sums[e] = (float)count[e] / ((float)N * r.K) * (p / N);
+        if (count_sum) count_sum[e] += count[e];
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    if (first_bad < N && !st->bad) {
+        st->bad = BAD_ROUTER;
+        st->bad_layer = layer;
+        st->bad_index = first_bad;
+    }
+    if (!loss_sum) return;
+    float aux = 0, z2 = 0;
+    for (int e = 0; e < E; e++) aux += lane_sums[e];
+    for (int l = 0; l < lanes; l++) z2 += z_sums[l];
+    loss_sum[0] += E * aux;
+    loss_sum[1] += z2 / N;
+}
+
+template <class T>
+static void router_forward(stat_t *logits_, stat_t *lse, int *idx, stat_t *weight, int *count,
+    stat_t *loss_sum, int *count_sum, const act_t *X, Mat Wr, const stat_t *bias, Router r,
+    int reuse, StepState *st, int layer, void *scratch) {
+    float *logits = (float *)logits_; // (N,E)
+    const int N = r.N, E = r.E, rows = choose_rows(E), blocks = pieces_of(N, rows);
+    if (E > MOST_EXPERTS)
+        die(RUN_ERROR, "%d experts: on this device there can be %d", E, (int)MOST_EXPERTS);
+    float *part_p = carve<float>(&scratch, (size_t)blocks * E);
+    float *part_z = carve<float>(&scratch, blocks);
+    int *part_bad = carve<int>(&scratch, blocks);
+    const dim3 tiles(pieces_of(N, ROUTER_TILE), pieces_of(E, ROUTER_TILE));
+    router_logits_kernel<T><<<tiles, THREADS, 0, device.stream>>>(
+        logits, (const T *)X, (const float *)Wr.data, Wr.ld, N, r.C, E);
+    launched("router_logits");
+
+    check(cudaMemsetAsync(count, 0, E * sizeof(int), device.stream), "router_forward");
+    const size_t shared = (size_t)rows * (odd(E) + taken_words(E)) * sizeof(float);
+    router_choose_kernel<<<blocks, ROUTER_THREADS, shared, device.stream>>>(logits, (float *)lse,
+        idx, (float *)weight, count, part_p, part_z, part_bad, (const float *)bias, r, rows, reuse);
+    launched("router_choose");
+
+    int lanes = FINISH_THREADS / E;
+    lanes = lanes < 1 ? 1 : lanes > blocks ? blocks : lanes;
+    const size_t sums = (size_t)lanes * (E + 1) * sizeof(float);
+    const int most = (int)round_up((size_t)lanes * E, WARP_SIZE);
+    const int threads = most > FINISH_THREADS ? (int)FINISH_THREADS : most;
+    router_finish_kernel<<<1, threads, sums, device.stream>>>(
+        (float *)loss_sum, count_sum, st, count, part_p, part_z, part_bad, blocks, lanes, layer, r);
+    launched("router_finish");
+}
+
+/* dlogits of a block's rows. On the chosen set S, dS_k reaches the logits through the renormalised
+   weights, or through p_k alone; a slot that the plan added beyond the top-K (token rounding)
+   through its raw score; one that it dropped not at all. The balance loss adds aux * count_e to
+   dp_e, aux = aux_coef E / (N N K), the z-loss zl * lse * p_e to dz_e, zl = z_coef 2 / N. */
+__global__ void __launch_bounds__(ROUTER_THREADS) router_dlogits_kernel(float *dlogits, // (N,E)
+    const float *dS, Plan plan, const float *logits, const float *lse, const int *idx,
+    const float *weight, const int *count, Router r, int rows_each, float aux, float zl) {
+    extern __shared__ float router_grads[]; // (rows, odd(E)) scores; the same: their gradients;
+                                            // (rows, odd(K)) what the renormalised weights pass on
+    const int E = r.E, K = r.K, ld = odd(E), n0 = blockIdx.x * rows_each, row = threadIdx.x;
+    const int rows = r.N - n0 < rows_each ? r.N - n0 : rows_each;
+    float *scores = router_grads, *grads = scores + (size_t)rows_each * ld;
+    float *passed = grads + (size_t)rows_each * ld;
+    for (int i = threadIdx.x; i < rows * E; i += ROUTER_THREADS) {
+        scores[i / E * ld + i % E] = logits[(size_t)n0 * E + i];
+        grads[i / E * ld + i % E] = 0;
+    }
+    __syncthreads();
+    if (row < rows) {
+        const size_t n = n0 + row;
+        const int is_sigmoid = r.kind == ROUTER_SIGMOID, *id = idx + n * K;
+        const float *w = weight + n * K, *z = logits + n * E;
+        float *s = scores + row * ld, *ds = grads + row * ld; // ds: d loss / d score
+        float *pass = passed + row * odd(K), mean = 0;
+        float top_lse = 0; // of the logits: what makes expf(z - it) a softmax
+        if (is_sigmoid) {
+            top_lse = log_sum_exp(s, E);
+            router_sigmoid(s, E);
+        } else {
+            router_softmax(s, E);
+        }
+        for (int i = plan.row_begin[n]; i < plan.row_begin[n + 1]; i++)
+            ds[plan.expert[plan.slot[i]]] = dS[plan.slot[i]];
+        if (r.norm_topk) {
+            for (int k = 0; k < K; k++) mean += w[k] * ds[id[k]];
+            for (int k = 0; k < K; k++) {
+                const float d = w[k] * (ds[id[k]] - mean);
+                pass[k] = is_sigmoid ? d * (1 - s[id[k]]) : d;
+            }
+            for (int k = 0; k < K; k++) ds[id[k]] = 0;
+        }
+        // the balance loss: P_e is the mean of p (softmax), or of s / sum s (sigmoid)
+        mean = 0;
+        const float zl_row = zl * lse[n];
+        if (is_sigmoid) {
+            float total = 0;
+            for (int e = 0; e < E; e++) total += s[e];
+            total += TINY;
+            for (int e = 0; e < E; e++) mean += s[e] / total * (aux * count[e]);
+            for (int e = 0; e < E; e++) {
+                const float d = ds[e] + (aux * count[e] - mean) / total;
+                ds[e] = d * s[e] * (1 - s[e]) + zl_row * expf(z[e] - top_lse);
+            }
+        } else {
+            for (int e = 0; e < E; e++) mean += s[e] * (ds[e] += aux * count[e]);
+            for (int e = 0; e < E; e++) ds[e] = s[e] * (ds[e] - mean) + zl_row * s[e];
+        }
+        for (int k = 0; k < K && r.norm_topk; k++) ds[id[k]] += pass[k];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * E; i += ROUTER_THREADS)
+        dlogits[(size_t)n0 * E + i] = grads[i / E * ld + i % E];
+}
+
+template <class T>
+static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS, const Plan *p,
+    const stat_t *logits, const stat_t *lse, const int *idx, const stat_t *weight, const int *count,
+    const act_t *X, Mat Wr, Router r, void *scratch) {
+    const int N = r.N, C = r.C, E = r.E, rows = dlogits_rows(E, r.K);
+    const int splits = pieces_of(N, ROUTER_SPLIT);
+    float *dlogits = carve<float>(&scratch, (size_t)N * E);
+    float *partial = carve<float>(&scratch, (size_t)splits * E * C);
+    const size_t shared = (size_t)rows * (2 * odd(E) + odd(r.K)) * sizeof(float);
+    const double aux = r.aux_coef * E / ((double)N * N * r.K), zl = r.z_coef * 2 / N;
+    router_dlogits_kernel<<<pieces_of(N, rows), ROUTER_THREADS, shared, device.stream>>>(dlogits,
+        (const float *)dS, *p, (const float *)logits, (const float *)lse, idx,
+        (const float *)weight, count, r, rows, (float)aux, (float)zl);
+    launched("router_dlogits");
+
+    const T *x = (const T *)X;
+    const dim3 dx_tiles(pieces_of(N, ROUTER_TILE), pieces_of(C, ROUTER_TILE));
+    router_dx_kernel<T><<<dx_tiles, THREADS, 0, device.stream>>>(
+        (T *)dX, dlogits, (const float *)Wr.data, Wr.ld, N, C, E);
+    launched("router_dx");
+    const dim3 dw_tiles(pieces_of(C, ROUTER_TILE), pieces_of(E, ROUTER_TILE), splits);
+    router_dweight_kernel<T><<<dw_tiles, THREADS, 0, device.stream>>>(partial, dlogits, x, N, C, E);
+    launched("router_dweight");
+    add_partials((float *)dWr, Wr.ld, partial, splits, E, C);
+}
+
+static size_t router_scratch(const Config *c, const ScratchShape *s) {
+    const size_t N = (size_t)s->B * s->T, E = c->n_experts;
+    const size_t blocks = pieces_of((int)N, choose_rows((int)E));
+    const size_t forward = round_up(blocks * E * sizeof(float), ARENA_ALIGN) +
+        2 * round_up(blocks * sizeof(float), ARENA_ALIGN);
+    const size_t backward = round_up(N * E * sizeof(float), ARENA_ALIGN) +
+        round_up(pieces_of((int)N, ROUTER_SPLIT) * E * c->d_model * sizeof(float), ARENA_ALIGN);
+    return s->backward && backward > forward ? backward : forward;
+}
+
+// -------------------------------------------------------------------------------------------------
+// plan
+
+/* Dropless top-K: the stable sort of (row, k) by expert; a slot is the place of its item. A row's
+   slots in expert order are at the ranks of its experts among themselves. */
+__global__ void __launch_bounds__(THREADS)
+    plan_topk_kernel(Plan p, const int *first, SortKeys k, const float *weight, int N, int K) {
+    __shared__ int keys[SORT_KEYS];
+    __shared__ int place[SORT_KEYS];
+    const int n = load_keys(keys, k);
+    __syncthreads();
+    hand_out_places(place, keys, first, n, k.buckets);
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        const int item = blockIdx.x * SORT_KEYS + i, row = item / K, s = place[i], e = keys[i];
+        int rank = 0;
+        for (int j = 0; j < K; j++) rank += k.key[row * K + j] < e;
+        p.row[s] = row;
+        p.expert[s] = e;
+        ((float *)p.weight)[s] = weight[item];
+        p.slot[row * K + rank] = s;
+        if (item % K == 0) p.row_begin[row] = item;
+        if (item == N * K - 1) p.row_begin[N] = N * K;
+    }
+}
+
+// counts of the sort, (blocks, E)
+static size_t topk_scratch(int items, int E) {
+    return round_up((size_t)sort_blocks(items) * E * sizeof(int), ARENA_ALIGN);
+}
+
+static void plan_topk(Plan *p, const int *idx, const stat_t *weight, const int *count, int N, int K,
+    int E, void *scratch) {
+    const SortKeys k = {idx, NULL, N * K, 0, ~0, E};
+    int *first = carve<int>(&scratch, (size_t)sort_blocks(N * K) * E);
+    (void)count; // the sort counts anyway, block by block
+    sort_count(first, p->offsets, k);
+    plan_topk_kernel<<<sort_blocks(N * K), THREADS, 0, device.stream>>>(
+        *p, first, k, (const float *)weight, N, K);
+    launched("plan_topk");
+}
+
+// How many slots an expert gets of which `count` rows chose it.
+__device__ inline int selected_count(int count, Router r) {
+    if (!r.tile) return count < r.limit ? count : r.limit;
+    int tiles = count / r.tile;
+    const int rest = count % r.tile, most = r.N / r.tile;
+    tiles += 2 * rest > r.tile || (2 * rest == r.tile && tiles % 2);
+    return (tiles < most ? tiles : most) * r.tile;
+}
+
+/* A row that an expert may take, as one number: better is larger. The upper half is the combine
+   weight (0 where the row chose others), the lower one its rank, the probability or rather a
+   logarithm of it up to what all rows share. Floats become unsigned numbers in the same order; NaN
+   counts as -infinity, -0 as 0. Among equals the earlier row is better, so there never is a draw.
+   */
+__device__ inline unsigned ordered(float x) {
+    const unsigned u = __float_as_uint(x != x ? -INFINITY : x == 0 ? 0.0f : x);
+    return u >> 31 ? ~u : u | 0x80000000u;
+}
+
+// The candidates of an expert: its own rows where it shrinks, all others where it grows.
+typedef struct Candidates {
+    const float *weight, *logits, *lse; // of own rows (count); (N,E); (N)
+    const int *own;                     // own rows, ascending
+    const unsigned *mask;               // (words,E): a bit for every row that is selected
+    int count, e, grows;
+    Router r;
+} Candidates;
+__device__ inline int row_of(const Candidates *c, int i) { return c->grows ? i : c->own[i]; }
+__device__ inline int is_candidate(const Candidates *c, int i) {
+    return !c->grows || !(c->mask[(size_t)(i / 32) * c->r.E + c->e] >> i % 32 & 1);
+}
+__device__ inline uint64_t key_of(const Candidates *c, int i) {
+    const int row = row_of(c, i);
+    const float z = c->logits[(size_t)row * c->r.E + c->e];
+    const float rank = c->r.kind == ROUTER_SIGMOID ? z : z - c->lse[row];
+    return (uint64_t)ordered(c->grows ? 0 : c->weight[i]) << 32 | ordered(rank);
+}
+
+/* The sum of x over the threads before this one; the caller meets a barrier before `shared`
+   (THREADS) is used again. */
+__device__ inline int sum_before(int *shared, int x) {
+    int sum = 0;
+    shared[threadIdx.x] = x;
+    __syncthreads();
+    for (int i = 0; i < (int)threadIdx.x; i++) sum += shared[i];
+    return sum;
+}
+
+/* A block finds the rows of one expert. mask (words,E): a bit for every row of 32; ranks (words,E):
+   how many rows are selected before those 32. An expert that shrinks chooses among its own, one
+   that grows keeps them and chooses among the others: the key of the last one taken is found digit
+   by digit, from the top, by counting [radix select]; of the rows with that very key the earliest
+   are taken. */
+__global__ void __launch_bounds__(THREADS) plan_select_kernel(unsigned *mask, int *ranks, Plan p,
+    const int *count, const float *logits, const float *lse, Router r) {
+    __shared__ int tally[DIGITS]; // candidates by digit; then what sum_before needs
+    __shared__ int need;          // how many are to be taken of those not yet decided
+    __shared__ uint64_t last;     // the digits found so far
+    static_assert((int)DIGITS == (int)THREADS, "a thread owns a digit");
+    const int E = r.E, e = blockIdx.x, words = pieces_of(r.N, 32), have = count[e];
+    const int want = selected_count(have, r), t = threadIdx.x;
+    const Candidates c = {(const float *)p.weight + p.offsets[e], logits, lse, p.row + p.offsets[e],
+        mask, have, e, want > have, r};
+    const int candidates = c.grows ? r.N : have;
+    for (int w = t; w < words; w += THREADS) mask[(size_t)w * E + e] = 0;
+    __syncthreads();
+    for (int i = t; i < have && want >= have; i += THREADS)
+        atomicOr(&mask[(size_t)(c.own[i] / 32) * E + e], 1u << c.own[i] % 32);
+    if (t == 0) need = c.grows ? want - have : want == have ? 0 : want;
+    if (t == 0) last = c.grows ? ordered(0) : 0; // the weights are all 0
+    __syncthreads();
+    if (need) { // the same for all threads
+        const int top = c.grows ? 32 : 64;
+        for (int shift = top - DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
+            const uint64_t found = last;
+            const int needed = need;
+            tally[t] = 0;
+            __syncthreads();
+            for (int i = t; i < candidates; i += THREADS) {
+                if (!is_candidate(&c, i)) continue;
+                const uint64_t key = key_of(&c, i) >> shift;
+                if (key >> DIGIT_BITS == found) atomicAdd(&tally[key & (DIGITS - 1)], 1);
+            }
+            __syncthreads();
+            int above = 0; // candidates whose digit is larger than t
+            for (int d = t + 1; d < DIGITS; d++) above += tally[d];
+            if (above < needed && needed <= above + tally[t]) { // exactly one thread
+                last = found << DIGIT_BITS | t;
+                need = needed - above;
+            }
+            __syncthreads();
+        }
+        // a thread owns adjacent candidates: how many of them, and before them, have the last key
+        const int each = pieces_of(candidates, THREADS);
+        const int begin = t * each < candidates ? t * each : candidates;
+        const int end = begin + each < candidates ? begin + each : candidates;
+        const uint64_t key = last;
+        const int ties = need;
+        int equal = 0;
+        for (int i = begin; i < end; i++) equal += is_candidate(&c, i) && key_of(&c, i) == key;
+        int before = sum_before(tally, equal);
+        for (int i = begin; i < end; i++) {
+            if (!is_candidate(&c, i)) continue;
+            const uint64_t k = key_of(&c, i);
+            const int row = row_of(&c, i), take = k > key || (k == key && before < ties);
+            before += k == key;
+            if (take) atomicOr(&mask[(size_t)(row / 32) * E + e], 1u << row % 32);
+        }
+        __syncthreads();
+    }
+    const int each = pieces_of(words, THREADS);
+    const int begin = t * each < words ? t * each : words;
+    const int end = begin + each < words ? begin + each : words;
+    int taken = 0;
+    for (int w = begin; w < end; w++) taken += __popc(mask[(size_t)w * E + e]);
+    int before = sum_before(tally, taken);
+    for (int w = begin; w < end; w++) {
+        ranks[(size_t)w * E + e] = before;
+        before += __popc(mask[(size_t)w * E + e]);
+    }
+}
+
+// offsets and what was moved, once all experts have selected
+__global__ void __launch_bounds__(THREADS)
+    plan_offsets_kernel(int *offsets, int *moved, const int *count, Router r) {
+    for (int e = threadIdx.x; e <= r.E; e += THREADS) {
+        int at = 0;
+        for (int i = 0; i < e; i++) at += selected_count(count[i], r);
+        offsets[e] = at;
+        if (e == r.E || !moved) continue;
+        const int more = selected_count(count[e], r) - count[e];
+        if (more) atomicAdd(&moved[more > 0], more > 0 ? more : -more);
+    }
+}
+
+// A thread owns a row: its place in row_begin is the number of slots of the rows before it.
+__global__ void __launch_bounds__(THREADS)
+    plan_rows_kernel(Plan p, const unsigned *mask, const int *ranks, int N, int E) {
+    const int n = blockIdx.x * THREADS + threadIdx.x;
+    if (n >= N) return;
+    const unsigned *bits = mask + (size_t)(n / 32) * E, below = (1u << n % 32) - 1;
+    const int *rank = ranks + (size_t)(n / 32) * E;
+    int at = 0;
+    for (int e = 0; e < E; e++) at += rank[e] + __popc(bits[e] & below);
+    p.row_begin[n] = at;
+    for (int e = 0; e < E; e++) {
+        if (!(bits[e] >> n % 32 & 1)) continue;
+        const int s = p.offsets[e] + rank[e] + __popc(bits[e] & below);
+        p.row[s] = n;
+        p.expert[s] = e;
+        p.slot[at++] = s;
+    }
+    if (n == N - 1) p.row_begin[N] = at;
+}
+
+// A slot's combine weight: the row's own where it chose the expert, else the raw score.
+__global__ void __launch_bounds__(THREADS) plan_weights_kernel(
+    Plan p, const int *idx, const float *weight, const float *logits, const float *lse, Router r) {
+    const int s = blockIdx.x * THREADS + threadIdx.x;
+    if (s >= p.offsets[r.E]) return;
+    const size_t n = p.row[s];
+    const int e = p.expert[s];
+    int k = 0;
+    while (k < r.K && idx[n * r.K + k] != e) k++;
+    const float z = logits[n * r.E + e];
+    ((float *)p.weight)[s] = k < r.K ? weight[n * r.K + k]
+        : r.kind == ROUTER_SIGMOID   ? logistic(z)
+                                     : expf(z - lse[n]);
+}
+
+static void plan_select(Plan *p, int *moved, const int *idx, const stat_t *weight_,
+    const int *count, const stat_t *logits_, const stat_t *lse_, Router r, int reuse,
+    void *scratch) {
+    const float *weight = (const float *)weight_, *logits = (const float *)logits_;
+    const float *lse = (const float *)lse_;
+    const int N = r.N, E = r.E, words = pieces_of(N, 32);
+    if (!reuse) {
+        unsigned *mask = carve<unsigned>(&scratch, (size_t)words * E);
+        int *ranks = carve<int>(&scratch, (size_t)words * E);
+        plan_topk(p, idx, weight, count, N, r.K, E, scratch);
+        plan_select_kernel<<<E, THREADS, 0, device.stream>>>(
+            mask, ranks, *p, count, logits, lse, r);
+        launched("plan_select");
+        plan_offsets_kernel<<<1, THREADS, 0, device.stream>>>(p->offsets, moved, count, r);
+        launched("plan_offsets");
+        plan_rows_kernel<<<blocks_for(N, THREADS), THREADS, 0, device.stream>>>(
+            *p, mask, ranks, N, E);
+        launched("plan_rows");
+    }
+    const unsigned blocks = blocks_for(p->S_max, THREADS); // how many slots there are is not known
+    plan_weights_kernel<<<blocks, THREADS, 0, device.stream>>>(*p, idx, weight, logits, lse, r);
+    launched("plan_weights");
+}
+
+static size_t plan_scratch(const Config *c, const ScratchShape *s) {
+    const size_t N = (size_t)s->B * s->T, words = pieces_of((int)N, 32);
+    return 2 * round_up(words * c->n_experts * sizeof(int), ARENA_ALIGN) +
+        topk_scratch((int)N * c->top_k, c->n_experts);
+}
+
 //SECTION experts
 
 //SECTION classifier
