@@ -1231,4 +1231,263 @@ static size_t plan_scratch(const Config *c, const ScratchShape *s) {
 
 //SECTION loss, norm, optimiser
 
+// -------------------------------------------------------------------------------------------------
+// loss
+
+enum { SUM_GROUP = 16 }; // values that one thread adds of a block's sum
+
+/* The sum of x over a block of THREADS, in thread 0: groups of SUM_GROUP in order, then the groups.
+   */
+__device__ inline double block_sum(double *shared, double x) {
+    const int t = threadIdx.x;
+    shared[t] = x;
+    __syncthreads();
+    if (t % SUM_GROUP == 0) {
+        for (int i = 1; i < SUM_GROUP; i++) x += shared[t + i];
+        shared[t] = x;
+    }
+    __syncthreads();
+    if (t == 0)
+        for (int i = SUM_GROUP; i < THREADS; i += SUM_GROUP) x += shared[i];
+    return x;
+}
+
+__global__ void __launch_bounds__(THREADS)
+    reduce_loss_kernel(StepState *st, const float *losses, int N, double scale) {
+    __shared__ double sums[THREADS];
+    __shared__ int first_bad;
+    double sum = 0;
+    int bad = N;
+    if (threadIdx.x == 0) first_bad = N;
+    __syncthreads();
+    for (int n = threadIdx.x; n < N; n += THREADS) {
+        sum += losses[n];
+        if (!isfinite(losses[n]) && bad == N) bad = n;
+    }
+    if (bad < N) atomicMin(&first_bad, bad);
+    const double total = block_sum(sums, sum);
+    if (threadIdx.x) return;
+    if (first_bad < N && !st->bad) {
+        st->bad = BAD_LOSS;
+        st->bad_index = first_bad;
+    }
+    st->loss += total * scale;
+}
+
+static void reduce_loss(StepState *st, const stat_t *losses, int N, double scale) {
+    reduce_loss_kernel<<<1, THREADS, 0, device.stream>>>(st, (const float *)losses, N, scale);
+    launched("reduce_loss");
+}
+
+// -------------------------------------------------------------------------------------------------
+// gradient norm and optimisers
+
+/* The arena of parameters is cut into pieces of PIECE elements, whatever lies in them; the grid
+   walks the pieces, and in a piece the segments that reach into it. Segments ascend by offset, so
+   the first is found by halving. */
+enum {
+    PIECE = 32768,
+    PIECE_BLOCKS = 8 // blocks a processor that walk the pieces
+};
+__device__ inline int64_t piece_count(const Segment *seg, int nseg) {
+    return nseg ? (int64_t)((seg[nseg - 1].offset + seg[nseg - 1].count + PIECE - 1) / PIECE) : 0;
+}
+// the first segment that ends beyond `at`
+__device__ inline int segment_at(const Segment *seg, int nseg, size_t at) {
+    int lo = 0;
+    for (int hi = nseg; lo < hi;) {
+        const int mid = lo + (hi - lo) / 2;
+        if (seg[mid].offset + seg[mid].count > at)
+            hi = mid;
+        else
+            lo = mid + 1;
+    }
+    return lo;
+}
+// Elements [begin, end) of a segment in a piece: 16 bytes at a time up to `wide`, then one by one.
+// Tensors start on ARENA_ALIGN bytes, so the latter are the last few of a tensor.
+typedef struct Stretch {
+    size_t begin, wide, end;
+} Stretch;
+__device__ inline Stretch stretch_of(const Segment *s, size_t piece) {
+    const size_t p0 = piece * PIECE, p1 = p0 + PIECE, s1 = s->offset + s->count;
+    Stretch x = {s->offset > p0 ? s->offset : p0, 0, s1 < p1 ? s1 : p1};
+    x.wide = x.begin % 4 ? x.begin : x.end - (x.end - x.begin) % 4;
+    return x;
+}
+
+typedef struct
+    NormPart { // of a piece: sum of squares; the first segment that is not finite, or nseg
+    double sum;
+    int bad;
+} NormPart;
+
+__global__ void __launch_bounds__(THREADS)
+    grad_norm_kernel(NormPart *part, const float *grads, const Segment *seg, int nseg) {
+    __shared__ double sums[THREADS];
+    __shared__ int first_bad;
+    const int64_t pieces = piece_count(seg, nseg);
+    for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+        double sum = 0;
+        int bad = nseg;
+        if (threadIdx.x == 0) first_bad = nseg;
+        __syncthreads();
+        for (int i = segment_at(seg, nseg, piece * PIECE);
+             i < nseg && seg[i].offset < (size_t)(piece + 1) * PIECE; i++) {
+            const Stretch x = stretch_of(&seg[i], piece);
+            int finite = 1;
+            float g[4];
+            for (size_t j = x.begin + threadIdx.x * 4; j < x.wide; j += THREADS * 4) {
+                read_values<float, 4>(g, grads + j);
+                for (int k = 0; k < 4; k++) sum += (double)g[k] * g[k];
+                for (int k = 0; k < 4; k++) finite &= isfinite(g[k]);
+            }
+            for (size_t j = x.wide + threadIdx.x; j < x.end; j += THREADS) {
+                sum += (double)grads[j] * grads[j];
+                finite &= isfinite(grads[j]);
+            }
+            if (!finite && bad == nseg) bad = i;
+        }
+        if (bad < nseg) atomicMin(&first_bad, bad);
+        sum = block_sum(sums, sum);
+        if (threadIdx.x == 0) part[piece].sum = sum, part[piece].bad = first_bad;
+        __syncthreads(); // before the next piece takes the shared memory
+    }
+}
+
+__global__ void __launch_bounds__(THREADS) clip_kernel(
+    StepState *st, const NormPart *part, const Segment *seg, int nseg, double max_norm) {
+    __shared__ double sums[THREADS];
+    __shared__ int first_bad;
+    const int64_t pieces = piece_count(seg, nseg);
+    double sum = 0;
+    int bad = nseg;
+    if (threadIdx.x == 0) first_bad = nseg;
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < pieces; i += THREADS) {
+        sum += part[i].sum;
+        bad = part[i].bad < bad ? part[i].bad : bad;
+    }
+    if (bad < nseg) atomicMin(&first_bad, bad);
+    sum = block_sum(sums, sum);
+    if (threadIdx.x) return;
+    if (first_bad < nseg && !st->bad) {
+        st->bad = BAD_GRADIENT;
+        st->bad_index = first_bad;
+    }
+    st->grad_norm = sqrt(sum);
+    st->clip = max_norm > 0 && st->grad_norm > max_norm ? max_norm / st->grad_norm : 1;
+}
+
+static void grad_norm(StepState *st, const grad_t *grads, const Segment *seg, int nseg,
+    double max_norm, void *scratch) {
+    NormPart *part = (NormPart *)scratch;
+    grad_norm_kernel<<<device.processors * PIECE_BLOCKS, THREADS, 0, device.stream>>>(
+        part, (const float *)grads, seg, nseg);
+    launched("grad_norm");
+    clip_kernel<<<1, THREADS, 0, device.stream>>>(st, part, seg, nseg, max_norm);
+    launched("clip");
+}
+
+static size_t grad_norm_scratch(const Config *c) {
+    TensorTable t;
+    if (tensor_table_build(&t, c, sizeof(float))) die(RUN_ERROR, "no memory for the tensor table");
+    const size_t pieces = (t.elements + PIECE - 1) / PIECE;
+    tensor_table_free(&t);
+    return round_up(pieces * sizeof(NormPart), ARENA_ALIGN);
+}
+
+/* AdamW [Loshchilov & Hutter 2019]: m and v are the moving means of g and g^2, corrected for their
+   start at zero; p -= lr (mhat / (sqrt(vhat) + eps) + decay p). SGD: p -= lr (g + decay p), m and v
+   unused. */
+typedef struct Rates {
+    float lr, clip, b1, b2, c1, c2, eps;
+} Rates;
+__device__ inline void adamw(float *p, float *m, float *v, float grad, Rates r, float decay) {
+    const float g = grad * r.clip;
+    *m = r.b1 * *m + (1 - r.b1) * g;
+    *v = r.b2 * *v + (1 - r.b2) * (g * g);
+    *p -= r.lr * (*m * r.c1 / (sqrtf(*v * r.c2) + r.eps) + decay * *p);
+}
+__device__ inline void sgd(float *p, float grad, Rates r, float decay) {
+    *p -= r.lr * (grad * r.clip + decay * *p);
+}
+
+__global__ void __launch_bounds__(THREADS) update_kernel(float *params, const float *grads,
+    float *m, float *v, const Segment *seg, int nseg, const StepState *st, OptimConfig o) {
+    if (st->bad) return;
+    const Rates r = {(float)st->lr, (float)st->clip, (float)o.beta1, (float)o.beta2,
+        (float)(1 / st->beta1_correction), (float)(1 / st->beta2_correction), (float)o.eps};
+    const int64_t pieces = piece_count(seg, nseg);
+    for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x)
+        for (int i = segment_at(seg, nseg, piece * PIECE);
+             i < nseg && seg[i].offset < (size_t)(piece + 1) * PIECE; i++) {
+            const Stretch x = stretch_of(&seg[i], piece);
+            const float decay = seg[i].decay ? (float)o.weight_decay : 0;
+            for (size_t j = x.begin + threadIdx.x * 4; j < x.wide; j += THREADS * 4) {
+                float pj[4], gj[4], mj[4], vj[4];
+                read_values<float, 4>(pj, params + j);
+                read_values<float, 4>(gj, grads + j);
+                if (o.sgd) {
+                    for (int k = 0; k < 4; k++) sgd(&pj[k], gj[k], r, decay);
+                } else {
+                    read_values<float, 4>(mj, m + j);
+                    read_values<float, 4>(vj, v + j);
+                    for (int k = 0; k < 4; k++) adamw(&pj[k], &mj[k], &vj[k], gj[k], r, decay);
+                    write_values<float, 4>(m + j, mj);
+                    write_values<float, 4>(v + j, vj);
+                }
+                write_values<float, 4>(params + j, pj);
+            }
+            for (size_t j = x.wide + threadIdx.x; j < x.end; j += THREADS) {
+                if (o.sgd)
+                    sgd(&params[j], grads[j], r, decay);
+                else
+                    adamw(&params[j], &m[j], &v[j], grads[j], r, decay);
+            }
+        }
+}
+
+static void update(param_t *params, const grad_t *grads, grad_t *m, grad_t *v, const Segment *seg,
+    int nseg, const StepState *st, OptimConfig o) {
+    update_kernel<<<device.processors * PIECE_BLOCKS, THREADS, 0, device.stream>>>(
+        (float *)params, (const float *)grads, (float *)m, (float *)v, seg, nseg, st, o);
+    launched("update");
+}
+
+__global__ void __launch_bounds__(THREADS)
+    update_bias_kernel(float *bias, const int *count_sum, int E, double rate, const StepState *st) {
+    int64_t total = 0;
+    if (st->bad) return;
+    for (int e = 0; e < E; e++) total += count_sum[e];
+    for (int e = threadIdx.x; e < E; e += THREADS) { // the sign of mean - load, in whole numbers
+        const int64_t d = total - (int64_t)count_sum[e] * E;
+        bias[e] += (float)(rate * ((d > 0) - (d < 0)));
+    }
+}
+
+static void update_bias(
+    stat_t *bias, const int *count_sum, int E, double rate, const StepState *st) {
+    update_bias_kernel<<<1, THREADS, 0, device.stream>>>((float *)bias, count_sum, E, rate, st);
+    launched("update_bias");
+}
+
+// All parameters rounded to bf16, at the same offsets; 8 of them a thread and turn.
+__global__ void __launch_bounds__(THREADS)
+    params_changed_kernel(bf16 *copies, const float *params, size_t count) {
+    const size_t wide = count / 8 * 8, t = (size_t)blockIdx.x * THREADS + threadIdx.x;
+    float x[8];
+    for (size_t i = t * 8; i < wide; i += (size_t)gridDim.x * THREADS * 8) {
+        read_floats<8>(x, params + i);
+        write_values<bf16, 8>(copies + i, x);
+    }
+    if (wide + t < count) copies[wide + t] = from_float<bf16>(params[wide + t]);
+}
+
+static void params_changed(void *copies, const param_t *params, const TensorTable *t) {
+    params_changed_kernel<<<device.processors * PIECE_BLOCKS, THREADS, 0, device.stream>>>(
+        (bf16 *)copies, (const float *)params, t->elements);
+    launched("params_changed");
+}
+
 //SECTION memory, table
