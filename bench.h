@@ -95,8 +95,9 @@ TIMED(zero, (void *p, size_t n), (p, n), 0, 0, (double)n)
 TIMED(embedding_forward, (act_t * out, const int *tokens, Mat wte, int N), (out, tokens, wte, N), 0,
     2.0 * N * wte.cols, 0)
 TIMED(embedding_backward,
-    (grad_t * dwte, const act_t *dout, const int *tokens, int N, int V, int C),
-    (dwte, dout, tokens, N, V, C), 0, (double)N *C, 2.0 * N * C * (double)timed.b->grad_size)
+    (grad_t * dwte, const act_t *dout, const int *tokens, int N, int V, int C, void *scratch),
+    (dwte, dout, tokens, N, V, C, scratch), 0, (double)N *C,
+    2.0 * N * C * (double)timed.b->grad_size)
 TIMED(rmsnorm_forward,
     (act_t * out, stat_t *rstd, const act_t *inp, const param_t *weight, int N, int C, double eps),
     (out, rstd, inp, weight, N, C, eps), 0, 2.0 * N * C, 0)
@@ -106,8 +107,8 @@ TIMED(residual_rmsnorm_forward,
     (sum, out, rstd, inp, branch, weight, N, C, eps), 0, 4.0 * N * C, 0)
 TIMED(rmsnorm_backward,
     (act_t * dinp, grad_t *dweight, const act_t *dout, const act_t *inp, const stat_t *rstd,
-        const param_t *weight, int N, int C),
-    (dinp, dweight, dout, inp, rstd, weight, N, C), 0, 4.0 * N * C, 0)
+        const param_t *weight, int N, int C, void *scratch),
+    (dinp, dweight, dout, inp, rstd, weight, N, C, scratch), 0, 4.0 * N * C, 0)
 TIMED(linear_forward, (act_t * out, const act_t *inp, Mat w, int N, void *scratch),
     (out, inp, w, N, scratch), 2.0 * N * w.rows * w.cols, (double)N *(w.rows + w.cols),
     mat_bytes(w))
@@ -151,8 +152,9 @@ TIMED(router_backward,
     (dX, dWr, dS, p, logits, lse, idx, weight, count, X, Wr, r, scratch), 4.0 * r.N * r.E * r.C,
     3.0 * r.N * r.C, stat_bytes((double)r.N *r.E) + mat_bytes(Wr) + grad_bytes(Wr))
 TIMED(plan_topk,
-    (Plan * p, const int *idx, const stat_t *weight, const int *count, int N, int K, int E),
-    (p, idx, weight, count, N, K, E), 0, 0, 24.0 * N * K)
+    (Plan * p, const int *idx, const stat_t *weight, const int *count, int N, int K, int E,
+        void *scratch),
+    (p, idx, weight, count, N, K, E, scratch), 0, 0, 24.0 * N * K)
 TIMED(plan_select,
     (Plan * p, int *moved, const int *idx, const stat_t *weight, const int *count,
         const stat_t *logits, const stat_t *lse, Router r, int reuse, void *scratch),

@@ -632,8 +632,8 @@ MODEL_FN void mlp_forward(Model *m, int l, int N, int counting) {
             b->plan_select(&y->plan, y->moved, y->topk, y->topk_weight, y->count, y->logits,
                 y->router_lse, r, m->reuse_routing, m->scratch);
         else
-            b->plan_topk(
-                &y->plan, y->topk, y->topk_weight, y->count, N, m->c.top_k, m->c.n_experts);
+            b->plan_topk(&y->plan, y->topk, y->topk_weight, y->count, N, m->c.top_k, m->c.n_experts,
+                m->scratch);
     }
     const Plan *p = is_moe_layer(&m->c, l) ? &y->plan : &dense;
     act_t *A = b->keeps_A ? m->sA : NULL;
@@ -719,13 +719,14 @@ MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micr
         m->losses, m->dln, m->dhead, m->lnf, m->head, m->targets, N, loss_scale, m->scratch);
     b->reduce_loss(m->state, m->losses, N, loss_scale);
     b->zero(m->dx, (size_t)N * C * b->act_size);
-    b->rmsnorm_backward(m->dx, m->dfinal_norm, m->dln, m->xf, m->rstdf, m->final_norm, N, C);
+    b->rmsnorm_backward(
+        m->dx, m->dfinal_norm, m->dln, m->xf, m->rstdf, m->final_norm, N, C, m->scratch);
     for (int l = m->c.n_layers - 1; l >= 0; l--) {
         Layer *y = &m->layer[l];
         if (m->shape.recompute >= 1)
             b->rmsnorm_forward(y->ln2, y->rstd2, y->x2, y->norm2, N, C, m->c.norm_eps);
         mlp_backward(m, l, N, micro_batches);
-        b->rmsnorm_backward(m->dx, y->dnorm2, m->dln, y->x2, y->rstd2, y->norm2, N, C);
+        b->rmsnorm_backward(m->dx, y->dnorm2, m->dln, y->x2, y->rstd2, y->norm2, N, C, m->scratch);
         b->linear_backward(m->datt, y->dWo, m->dx, y->att, y->Wo, N, 0, m->scratch);
         b->qk_rope_forward(m->q, m->k, m->v, y->rstd_qk, y->qkv, y->q_norm, y->k_norm, m->rope, a);
         b->attention_backward(
@@ -735,9 +736,9 @@ MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micr
         if (m->shape.recompute >= 1)
             b->rmsnorm_forward(y->ln1, y->rstd1, y->x, y->norm1, N, C, m->c.norm_eps);
         b->linear_backward(m->dln, y->dWqkv, m->dqkv, y->ln1, y->Wqkv, N, 0, m->scratch);
-        b->rmsnorm_backward(m->dx, y->dnorm1, m->dln, y->x, y->rstd1, y->norm1, N, C);
+        b->rmsnorm_backward(m->dx, y->dnorm1, m->dln, y->x, y->rstd1, y->norm1, N, C, m->scratch);
     }
-    b->embedding_backward(m->dwte, m->dx, m->tokens, N, m->c.vocab_size, C);
+    b->embedding_backward(m->dwte, m->dx, m->tokens, N, m->c.vocab_size, C, m->scratch);
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -449,7 +449,8 @@ typedef struct StepState {
     double lr, beta1_correction, beta2_correction; // of this step: lr and 1 - beta^step
 } StepState;
 
-// One tensor to the optimiser: elements of the parameter, gradient and moment arenas.
+// One tensor to the optimiser: elements of the parameter, gradient and moment arenas. Lists of them
+// ascend by offset and none overlaps the next; between them are gaps, which nobody reads.
 typedef struct Segment {
     size_t offset, count;
     int decay;
@@ -521,7 +522,7 @@ typedef struct Backend {
     // out[n] = wte[tokens[n]];  out (N,C), wte (V,C)
     void (*embedding_forward)(act_t *out, const int *tokens, Mat wte, int N);
     void (*embedding_backward)(
-        grad_t *dwte, const act_t *dout, const int *tokens, int N, int V, int C);
+        grad_t *dwte, const act_t *dout, const int *tokens, int N, int V, int C, void *scratch);
 
     // out = inp * rstd * weight, rstd = 1/sqrt(mean(inp^2) + eps);  out, inp (N,C), rstd
     // (N), weight (C)
@@ -532,7 +533,7 @@ typedef struct Backend {
         const act_t *branch, const param_t *weight, int N, int C, double eps);
     // dinp += d loss / d inp, dweight += d loss / d weight
     void (*rmsnorm_backward)(act_t *dinp, grad_t *dweight, const act_t *dout, const act_t *inp,
-        const stat_t *rstd, const param_t *weight, int N, int C);
+        const stat_t *rstd, const param_t *weight, int N, int C, void *scratch);
     // out = a + b;  (count) elements; out
     // may be a or b
     void (*add)(act_t *out, const act_t *a, const act_t *b, size_t count);
@@ -580,8 +581,8 @@ typedef struct Backend {
         const int *count, const act_t *X, Mat Wr, Router r, void *scratch);
 
     // dropless top-K: a stable counting sort of (row, k) by expert
-    void (*plan_topk)(
-        Plan *p, const int *idx, const stat_t *weight, const int *count, int N, int K, int E);
+    void (*plan_topk)(Plan *p, const int *idx, const stat_t *weight, const int *count, int N, int K,
+        int E, void *scratch);
 
     /* As plan_topk, then a selection over all N rows. Capacity: an expert keeps the `limit` slots
        of largest weight. Token rounding: expert e gets count_e rounded to a multiple of `tile`

@@ -77,10 +77,10 @@ static void embedding_forward(act_t *out_, const int *tokens, Mat wte, int N) {
 
 // A task owns some columns and walks the tokens in order: two tokens with one id never race.
 static void embedding_backward(
-    grad_t *dwte_, const act_t *dout_, const int *tokens, int N, int V, int C) {
+    grad_t *dwte_, const act_t *dout_, const int *tokens, int N, int V, int C, void *scratch) {
     real *dwte = dwte_;
     const real *dout = dout_;
-    (void)V;
+    (void)V, (void)scratch;
 #pragma omp parallel for if (worth((size_t)N * C))
     for (int c0 = 0; c0 < C; c0 += COLUMNS) {
         int c1 = min_int(c0 + COLUMNS, C);
@@ -125,9 +125,10 @@ static void residual_rmsnorm_forward(act_t *sum_, act_t *out_, stat_t *rstd_, co
 /* With xhat = x * rstd and dxhat = dout * weight:  dx = rstd * (dxhat - xhat * mean(dxhat * xhat)).
  */
 static void rmsnorm_backward(act_t *dinp_, grad_t *dweight_, const act_t *dout_, const act_t *inp_,
-    const stat_t *rstd_, const param_t *weight_, int N, int C) {
+    const stat_t *rstd_, const param_t *weight_, int N, int C, void *scratch) {
     real *dinp = dinp_, *dweight = dweight_;
     const real *dout = dout_, *inp = inp_, *rstd = rstd_, *weight = weight_;
+    (void)scratch;
 #pragma omp parallel for if (worth((size_t)N * C))
     for (int n = 0; n < N; n++) {
         real *dx = dinp + (size_t)n * C;
@@ -615,10 +616,11 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS_, const Pla
 // -------------------------------------------------------------------------------------------------
 // plan
 
-static void plan_topk(
-    Plan *p, const int *idx, const stat_t *weight_, const int *count, int N, int K, int E) {
+static void plan_topk(Plan *p, const int *idx, const stat_t *weight_, const int *count, int N,
+    int K, int E, void *scratch) {
     const real *weight = weight_;
     real *slot_weight = p->weight;
+    (void)scratch;
     p->offsets[0] = 0;
     for (int e = 0; e < E; e++) p->offsets[e + 1] = p->offsets[e] + count[e];
     for (int n = 0; n < N; n++) { // offsets[e] serves as the cursor of expert e ...
@@ -735,7 +737,7 @@ static void plan_select(Plan *p, int *moved, const int *idx, const stat_t *weigh
         int *begin = scratch, *row = begin + E + 1; // (E+1), (S)
         Candidate *lists = (Candidate *)((char *)scratch +
             round_up(((size_t)E + 1 + p->S_max) * sizeof(int), ARENA_ALIGN));
-        plan_topk(p, idx, weight, count, N, K, E);
+        plan_topk(p, idx, weight, count, N, K, E, NULL);
         begin[0] = 0;
         for (int e = 0; e < E; e++) {
             const int want = selected_count(count[e], r);

@@ -612,7 +612,8 @@ CALL(embedding_forward) {
         A(out), A(tokens), matrix(o, b, A(wte), MATRIX, 1, o->c.vocab_size, o->c.d_model), o->N);
 }
 CALL(embedding_backward) {
-    b->embedding_backward(A(dwte), A(dout), A(tokens), o->N, o->c.vocab_size, o->c.d_model);
+    b->embedding_backward(
+        A(dwte), A(dout), A(tokens), o->N, o->c.vocab_size, o->c.d_model, SCRATCH);
 }
 static Op embedding_op(const Backend *dev, const char *name, int N, int V, int C) {
     Op o = op_on(dev, name, 1, N, config(V, 1, C, 1, 1, 2, 1, 1, 1));
@@ -632,7 +633,8 @@ CALL(rmsnorm_forward) {
 }
 CALL(rmsnorm_backward) { // of the sum, where there is one
     const void *inp = A(sum) ? A(sum) : A(inp);
-    b->rmsnorm_backward(A(dinp), A(dweight), A(dout), inp, A(rstd), A(weight), o->N, o->c.d_model);
+    b->rmsnorm_backward(
+        A(dinp), A(dweight), A(dout), inp, A(rstd), A(weight), o->N, o->c.d_model, SCRATCH);
 }
 static Op rmsnorm_op(const Backend *dev, const char *name, int N, int C) {
     Op o = op_on(dev, name, 1, N, config(2, 1, C, 1, 1, 2, 1, 1, 1));
@@ -785,7 +787,7 @@ static Plan plan_of(const Backend *b, const int *idx, const void *weight, int N,
         fresh(N + 1, 4), fresh(S, 4)};
     memset(count, 0, E * sizeof(int));
     for (size_t s = 0; s < S; s++) count[idx[s]]++;
-    b->plan_topk(&p, idx, weight, count, N, K, E);
+    b->plan_topk(&p, idx, weight, count, N, K, E, NULL);
     return p;
 }
 // K distinct experts for each of N tokens, of the first `few` only: the others get no token
@@ -824,7 +826,7 @@ static Plan plan_on(const Op *o, void *const *a) {
 }
 CALL(plan_topk) {
     Plan p = plan_on(o, a);
-    b->plan_topk(&p, A(idx), A(weight), A(count), o->N, o->c.top_k, o->c.n_experts);
+    b->plan_topk(&p, A(idx), A(weight), A(count), o->N, o->c.top_k, o->c.n_experts, SCRATCH);
 }
 // The choice (N,K) and the loads that it makes.
 static void choice_arrays(Op *o, const int *idx) {
