@@ -243,7 +243,7 @@ $(B)/moe_avx512.o: moe_cpu.c $(CONFIG)
 	    -Dbackend_cpu=backend_avx512 -c $< -o $@
 
 # ---- the kernels ---------------------------------------------------------------------------------
-EMULATED_CXX = $(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(CFLAGS) $(ARCH) $(OMP) \
+EMULATED_CXX = $(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(patsubst -O3,-O1,$(CFLAGS)) $(ARCH) $(OMP) \
     -Wno-unknown-pragmas $(CPPFLAGS) -I. -include cuda_cpu.h
 # On the CPU: launches and shared memory are rewritten by data/cuda_cpu.sed, which says how; the
 # rest of CUDA is in cuda_cpu.h. The line numbers are those of the kernels.
