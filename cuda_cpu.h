@@ -243,10 +243,6 @@ struct Fiber {
     int linear, started;
     enum { READY, BARRIER, MEETING, DONE } state;
     int line; // where it waits
-    // in a meeting: with whom, what is done there, its operands
-    unsigned mask;
-    Meeting *meeting;
-    void *arg;
     Copy *copy;
     int copies, room, group; // group: that of the next copies
     char *stack;
@@ -273,10 +269,23 @@ struct Block {
     int ready[MAX_THREADS], n_ready; // fibers that can run
 };
 
+// Lanes of a warp that meet: those that are to come, those that are here, and where.
+struct Group {
+    unsigned mask, here;
+    int line;
+    Meeting *meeting;
+    void *arg[WARP];
+};
+struct Warp {
+    Group group[WARP];
+    int groups;
+};
+
 // What an OpenMP thread has: one block at a time, and the fibers that every block reuses.
 struct Worker {
     Fiber *fiber;
     Fiber *self; // the one that runs
+    Warp *warp;
     Block *block;
     ucontext_t scheduler;
     jmp_buf back;
@@ -401,41 +410,43 @@ static inline void sync_block(int line) {
     b->arrived = 0;
 }
 
-/* All lanes of mask meet here; the last to come runs `meeting` on the operands of all. */
+/* All lanes of mask meet here; the last to come runs `meeting` on the operands of all. Parts of a warp
+   with masks that share no lane may meet apart from one another. */
 static inline void meet(int line, unsigned mask, Meeting *meeting, void *arg) {
     Worker *w = worker;
     Block *b = w->block;
     Fiber *f = w->self;
-    const int first = f->linear / WARP * WARP, lane = f->linear - first;
-    void *args[WARP] = {};
-    int missing = 0;
+    const int warp = f->linear / WARP, first = warp * WARP, lane = f->linear - first;
+    Group *group = w->warp[warp].group, *mine = nullptr;
     if (!(mask >> lane & 1))
         CUDA_CPU_FAIL("line %d: the mask %#x leaves its own lane out", line, mask);
-    f->line = line, f->mask = mask, f->meeting = meeting, f->arg = arg;
-    for (int i = 0; i < WARP; i++) {
-        if (!(mask >> i & 1) || i == lane) continue;
-        if (first + i >= b->n) continue; // a block need not fill its last warp
-        const Fiber *g = &w->fiber[first + i];
-        if (g->state == Fiber::DONE)
-            CUDA_CPU_FAIL("line %d: lane %d of the mask %#x has left the kernel", line, i, mask);
-        if (g->state != Fiber::MEETING) {
-            missing++;
-            continue;
-        }
+    if (b->n - first < WARP)
+        mask &= (1u << (b->n - first)) - 1; // a block need not fill its last warp
+    f->line = line;
+    for (int i = 0; i < w->warp[warp].groups; i++) {
+        Group *g = &group[i];
+        if (!(g->mask & mask)) continue;
         if (g->mask != mask || g->line != line || g->meeting != meeting)
-            CUDA_CPU_FAIL("is at the warp operation of line %d with mask %#x, while lane %d is at "
-                          "line %d with mask %#x",
-                line, mask, i, g->line, g->mask);
-        args[i] = g->arg;
+            CUDA_CPU_FAIL("is at the warp operation of line %d with mask %#x, while others of its "
+                          "warp are at line %d with mask %#x",
+                line, mask, g->line, g->mask);
+        mine = g;
     }
-    if (missing) {
+    if (!mine) { // the first to come
+        mine = &group[w->warp[warp].groups++];
+        *mine = {mask, 0, line, meeting, {}};
+    }
+    mine->here |= 1u << lane;
+    mine->arg[lane] = arg;
+    if (mine->here != mask) {
         f->state = Fiber::MEETING;
         return leave();
     }
-    args[lane] = arg;
-    meeting(args, mask);
+    Group all = *mine;
+    *mine = group[--w->warp[warp].groups];
+    meeting(all.arg, mask);
     for (int i = 0; i < WARP; i++)
-        if ((mask >> i & 1) && i != lane && first + i < b->n) wake(&w->fiber[first + i]);
+        if ((mask >> i & 1) && i != lane) wake(&w->fiber[first + i]);
 }
 
 static inline void meet_only(void **, unsigned) {}
@@ -509,7 +520,9 @@ static inline void make_fibers(Worker *w) {
     char *stacks = (char *)mmap(nullptr, each * MAX_THREADS, PROT_READ | PROT_WRITE,
         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     w->fiber = (Fiber *)calloc(MAX_THREADS, sizeof(Fiber));
-    if (stacks == MAP_FAILED || !w->fiber) CUDA_CPU_FAIL("no memory for %d stacks", MAX_THREADS);
+    w->warp = (Warp *)calloc(MAX_THREADS / WARP, sizeof(Warp));
+    if (stacks == MAP_FAILED || !w->fiber || !w->warp)
+        CUDA_CPU_FAIL("no memory for %d stacks", MAX_THREADS);
     for (int i = 0; i < MAX_THREADS; i++) {
         mprotect(stacks + i * each, GUARD, PROT_NONE);
         w->fiber[i].stack = stacks + i * each + GUARD;
@@ -540,10 +553,12 @@ static inline void make_fibers(Worker *w) {
     CUDA_CPU_FAIL("waits at line %d for nobody", waits->line);
 }
 
+static inline int pieces(int n, int size) { return (n + size - 1) / size; }
 static inline void run_block(Worker *w, Block *b) {
     w->block = b;
     b->n = (int)(b->block.x * b->block.y * b->block.z);
     b->arrived = b->done = b->n_ready = 0;
+    for (int i = 0; i < pieces(b->n, WARP); i++) w->warp[i].groups = 0;
     memset(b->dynamic, 0xFF, b->dynamic_bytes);
     for (int i = 0; i < b->n_fixed; i++) memset(b->fixed[i].p, 0xFF, b->fixed[i].bytes);
     for (int i = 0; i < b->n; i++) {
