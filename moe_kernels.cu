@@ -136,10 +136,11 @@ template <class X> static X *carve(void **scratch, size_t count) {
 // -------------------------------------------------------------------------------------------------
 // the product
 
-/* acc += A B^T over `depth`, a multiple of 16. A lies in shared memory as (16 MF, depth) in rows of lda,
-   or as (depth, 16 MF) where A_T; B as (8 NF, depth) in rows of ldb, or (depth, 8 NF) where B_T; NF is
-   even, rows start on 16 bytes. Lane l of the warp holds in acc[i][j][r] row 16 i + l / 4 + 8 (r / 2)
-   and column 8 j + 2 (l % 4) + r % 2. Each element is added along k, 16 at a time from 0. */
+/* acc += A B^T over `depth`, a multiple of 16. A lies in shared memory as (16 MF, depth) in rows of
+   lda, or as (depth, 16 MF) where A_T; B as (8 NF, depth) in rows of ldb, or (depth, 8 NF) where
+   B_T; NF is even, rows start on 16 bytes. Lane l of the warp holds in acc[i][j][r] row 16 i + l /
+   4 + 8 (r / 2) and column 8 j + 2 (l % 4) + r % 2. Each element is added along k, 16 at a time
+   from 0. */
 template <int MF, int NF, bool A_T, bool B_T>
 __device__ inline void warp_product(
     float (&acc)[MF][NF][4], const bf16 *a, int lda, const bf16 *b, int ldb, int depth) {
@@ -1108,8 +1109,9 @@ static void linear_backward(act_t *dinp, grad_t *dweight, const act_t *dout, con
 
 enum { ROPE_ROWS = 64 }; // rows whose part of a weight gradient one thread adds
 
-/* A row of qkv, (n_heads + 2 n_kv_heads) heads, as groups of heads that are handled together: q and k
-   have one group a head, or one in all under the full norm; v has one a head. A warp takes a group. */
+/* A row of qkv, (n_heads + 2 n_kv_heads) heads, as groups of heads that are handled together: q and
+   k have one group a head, or one in all under the full norm; v has one a head. A warp takes a
+   group. */
 struct QkGroups {
     int q, k, all;        // groups of q, of k, of the whole row
     int q_heads, k_heads; // heads of a group
@@ -1127,7 +1129,7 @@ __host__ __device__ inline QkGroups qk_groups(const Attn &a) {
     return g;
 }
 
-// A group: which part of the row, how many heads, where its first head lies in the row and in its part.
+// A group: part of the row, number of heads, where its first head lies in the row and in its part.
 struct QkGroup {
     enum { Q, K, V } part;
     int heads, in_row, in_part;
@@ -1200,7 +1202,7 @@ static void qk_rope_forward(act_t *q, act_t *k, act_t *v, stat_t *rstd, const ac
     launched("qk_rope_forward");
 }
 
-/* A gradient turned back: value i of the head whose rotated gradient is d (hd). */
+// A gradient turned back: value i of the head whose rotated gradient is d (hd).
 template <class T>
 __device__ inline float unrotated(const T *d, const float *angle, int i, int half) {
     const int at = i < half ? i : i - half;
@@ -1209,8 +1211,8 @@ __device__ inline float unrotated(const T *d, const float *angle, int i, int hal
     return i < half ? low * c + high * s : high * c - low * s;
 }
 
-/* With g the gradient turned back and xhat = x r: dx = r (g w - xhat m), m = the mean of g w xhat over
-   the group; without a norm, dx = g. Training shapes: dq (B,n_heads,T,hd), dk, dv
+/* With g the gradient turned back and xhat = x r: dx = r (g w - xhat m), m = the mean of g w xhat
+   over the group; without a norm, dx = g. Training shapes: dq (B,n_heads,T,hd), dk, dv
    (B,n_kv_heads,T,hd) */
 template <class T>
 __global__ void qk_rope_backward_kernel(T *dqkv, const T *dq, const T *dk, const T *dv,
@@ -1281,8 +1283,8 @@ __global__ void qk_rope_partial_kernel(float *partial, const T *dq, const T *dk,
     partial[task] = sum;
 }
 
-/* dq_weight += and dk_weight += the sum of the parts, of all heads under the norm per head. A warp has
-   one value of a weight; its lanes take the parts in turn. */
+/* dq_weight += and dk_weight += the sum of the parts, of all heads under the norm per head. A warp
+   has one value of a weight; its lanes take the parts in turn. */
 static __global__ void qk_rope_weights_kernel(
     float *dq_weight, float *dk_weight, const float *partial, Attn a, int pieces) {
     const QkGroups g = qk_groups(a);
@@ -1333,13 +1335,14 @@ static void qk_rope_backward(act_t *dqkv, grad_t *dq_weight, grad_t *dk_weight, 
 // -------------------------------------------------------------------------------------------------
 // attention [Dao 2022, FlashAttention: online softmax over key blocks]
 
-/* The queries of all heads that share a key-value head are rows of one matrix: row r is token
-   r / group of head r % group, so that key j is seen from row (j - start) group on. A block has 64 rows
+/* The queries of all heads that share a key-value head are rows of one matrix: row r is token r /
+   group of head r % group, so that key j is seen from row (j - start) group on. A block has 64 rows
    or 64 keys, a warp 16 of them, and products of 16 rows by the other side's tile.
 
-   A row's result depends on nothing beside it: key blocks are fixed from key 0 and never split, each
-   element of a product is added in one order wherever its row lies in the tile, and a key that a row
-   does not see adds exactly nothing. So one token at a time with a cache gives the bits of training.
+   A row's result depends on nothing beside it: key blocks are fixed from key 0 and never split,
+   each element of a product is added in one order wherever its row lies in the tile, and a key that
+   a row does not see adds exactly nothing. So one token at a time with a cache gives the bits of
+   training.
 
    HD is the head dimension rounded up to a size that kernels are made for; tiles hold zeros beyond
    head_dim, and their rows are 16 bytes longer than their values, so that eight rows at one column
@@ -1361,9 +1364,9 @@ __device__ inline void store_pair(bf16 *p, float x, float y) {
     *(__nv_bfloat162 *)p = __floats2bfloat162_rn(x, y);
 }
 
-/* Rows of hd values to a tile (ROWS, HD) in shared memory: row i from at(i), zeros where that is NULL.
-   In the background where rows are whole chunks of 16 bytes: wait for the copies, then for the
-   block. */
+/* Rows of hd values to a tile (ROWS, HD) in shared memory: row i from at(i), zeros where that is
+   NULL. In the background where rows are whole chunks of 16 bytes: wait for the copies, then for
+   the block. */
 template <int ROWS, int HD, class T, class At>
 __device__ inline void load_tile(T *tile, int hd, At at) {
     enum { SIZE = Chunk<T>::SIZE, LD = HD + SIZE };
@@ -1386,8 +1389,8 @@ __device__ inline void load_tile(T *tile, int hd, At at) {
     cp_async_commit();
 }
 
-/* A warp's 16 rows of a result, of which `have` columns exist, to global memory: row i to at(i), if not
-   NULL. They pass through `tile`, 16 rows of ld in shared memory that only this warp has used. */
+/* A warp's 16 rows of a result, of which `have` columns exist, to global memory: row i to at(i), if
+   not NULL. They pass through `tile`: 16 rows of ld in shared memory, used by this warp alone. */
 template <int NF, class T, class At>
 __device__ inline void store_rows(
     T *tile, int ld, const float (&acc)[1][NF][4], int have, bool chunks, At at) {
@@ -1425,6 +1428,10 @@ __device__ inline size_t output_row(const Attn &a, int b, int kv, int r) {
     return ((size_t)b * a.T + r / group) * a.n_heads + kv * group + r % group;
 }
 
+/* Blocks that a processor should hold at once: its 65,536 registers, for so many columns that a
+   warp works on. */
+constexpr int blocks_beside(int columns) { return columns <= 64 ? 4 : columns <= 128 ? 3 : 2; }
+
 // Whether all values in 16 bytes of T are finite: an exponent of ones is Inf or NaN.
 template <class T> __device__ inline bool finite_chunk(uint4 v) {
     const unsigned word[4] = {v.x, v.y, v.z, v.w};
@@ -1443,12 +1450,13 @@ template <class T, int HD> constexpr int attention_shared(int rows, int wide) {
     return (rows * (HD + Chunk<T>::SIZE) + 64 * (wide + Chunk<T>::SIZE)) * (int)sizeof(T);
 }
 
-/* For key blocks in order: S = Q K^T / sqrt(hd), with m the largest S so far and fade = exp(m_before - m):
-   P = exp(S - m), l = l fade + sum P, O = O fade + P V; at the end O / l and lse = m + log l. Powers
-   are of 2: scale2 = log2(e) / sqrt(hd), and m is kept before scaling.
+/* For key blocks in order: S = Q K^T / sqrt(hd), m the largest S so far, fade = exp(m_before - m):
+     P = exp(S - m),   l = l fade + sum P,   O = O fade + P V;
+   at the end out = O / l, lse = m + log l. Powers are of 2: scale2 = log2(e) / sqrt(hd), and m is
+   kept before scaling.
    Single buffers: V arrives under S and P, the next K under P V. */
 template <class T, int HD>
-__global__ void __launch_bounds__(ATTENTION_THREADS) attention_forward_kernel(
+__global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(HD)) attention_forward_kernel(
     T *out, float *lse, const T *q, const T *k, const T *v, Attn a, float scale2) {
     enum { LD = HD + Chunk<T>::SIZE, LDP = KEY_BLOCK + Chunk<T>::SIZE };
     extern __shared__ uint4 memory[];
@@ -1584,10 +1592,11 @@ __global__ void attention_D_kernel(float *D, const T *dout, const T *out, Attn a
     if (lane == 0) D[(b * a.n_heads + h) * a.T + t] = sum;
 }
 
-/* A block owns 64 keys of a key-value head and walks the rows of its queries, WIDE at a time. Its warps
-   hold the transposes, of 16 keys:  P^T = exp(K Q^T / sqrt(hd) - lse),  dS^T = P^T (V dO^T - D),
-   dV = P^T dO,  dK = dS^T Q / sqrt(hd).  STRIP: how many columns of dK and dV, where registers do
-   not hold all HD.
+/* A block owns 64 keys of a key-value head and walks the rows of its queries, WIDE at a time. Its
+   warps hold transposes, of 16 keys:
+     P^T = exp(K Q^T / sqrt(hd) - lse),   dS^T = P^T (V dO^T - D),
+     dV = P^T dO,   dK = dS^T Q / sqrt(hd).
+   STRIP: how many columns of dK and dV, where registers do not hold all HD.
    Single buffers: dO arrives under K Q^T, the next Q under P^T dO. */
 template <class T, int HD, int STRIP, int WIDE>
 __global__ void __launch_bounds__(ATTENTION_THREADS)
@@ -1682,8 +1691,9 @@ __global__ void __launch_bounds__(ATTENTION_THREADS)
    dQ = dS K / sqrt(hd), dS = P (dO V^T - D).
    Single buffers: K arrives under dO V^T, the next V under dS K. */
 template <class T, int HD, int WIDE>
-__global__ void __launch_bounds__(ATTENTION_THREADS) attention_dq_kernel(T *dq, const T *dout,
-    const float *lse, const float *D, const T *q, const T *k, const T *v, Attn a, float scale) {
+__global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(2 * HD))
+    attention_dq_kernel(T *dq, const T *dout, const float *lse, const float *D, const T *q,
+        const T *k, const T *v, Attn a, float scale) {
     enum { LD = HD + Chunk<T>::SIZE, LDX = WIDE + Chunk<T>::SIZE };
     extern __shared__ uint4 memory[];
     T *Q = (T *)memory, *dO = Q + QUERY_TILE * LD, *K = dO + QUERY_TILE * LD, *V = K + WIDE * LD,
@@ -1755,10 +1765,12 @@ __global__ void __launch_bounds__(ATTENTION_THREADS) attention_dq_kernel(T *dq, 
         [&](int i) { return i < w_rows ? dq + query_row(a, b, kv, w0 + i) * hd : nullptr; });
 }
 
-// A kernel that takes more shared memory than the 48 KB that need no asking says so once.
-template <class Kernel> static void allow_shared(Kernel *kernel, int bytes) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-        "shared memory for attention");
+// A kernel that takes more shared memory than the 48 KB that need no asking: asks, the first time.
+template <class Kernel> static void allow_shared(bool *allowed, Kernel *kernel, int bytes) {
+    if (!*allowed)
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+            "shared memory for attention");
+    *allowed = true;
 }
 
 template <class T, int HD>
@@ -1767,8 +1779,8 @@ static void attention_forward_hd(
     const int shared = attention_shared<T, HD>(QUERY_TILE + 2 * KEY_BLOCK, KEY_BLOCK);
     const int tiles = pieces_of(a.n_heads / a.n_kv_heads * a.T, QUERY_TILE);
     const unsigned blocks = blocks_for((size_t)tiles * a.B * a.n_kv_heads, 1);
-    static const bool allowed = (allow_shared(attention_forward_kernel<T, HD>, shared), true);
-    (void)allowed;
+    static bool allowed;
+    allow_shared(&allowed, attention_forward_kernel<T, HD>, shared);
     attention_forward_kernel<T, HD><<<blocks, ATTENTION_THREADS, shared, device.stream>>>((T *)out,
         (float *)lse, (const T *)q, (const T *)k, (const T *)v, a,
         LOG2E / sqrtf((float)a.head_dim));
@@ -1778,21 +1790,25 @@ static void attention_forward_hd(
 template <class T, int HD>
 static void attention_backward_hd(act_t *dq, act_t *dk, act_t *dv, const act_t *dout,
     const float *lse, const float *D, const act_t *q, const act_t *k, const act_t *v, Attn a) {
-    // what fits in shared memory and registers
-    enum { WIDE = sizeof(T) == 4 && HD >= 128 ? 32 : 64, STRIP = HD > 128 ? 128 : HD };
-    const int threads = ATTENTION_THREADS;
-    const int shared = attention_shared<T, HD>(2 * 64 + 2 * WIDE, WIDE);
-    const int heads = a.B * a.n_kv_heads, rows = a.n_heads / a.n_kv_heads * a.T;
+    enum {
+        ROWS = HD >= 128 ? 32 : 64,             // registers
+        KEYS = HD * sizeof(T) >= 512 ? 32 : 64, // shared memory
+        STRIP = HD > 128 ? 128 : HD
+    };
+    const int threads = ATTENTION_THREADS, heads = a.B * a.n_kv_heads;
     const float scale = 1 / sqrtf((float)a.head_dim);
-    static const bool allowed = (allow_shared(attention_dkdv_kernel<T, HD, STRIP, WIDE>, shared),
-        allow_shared(attention_dq_kernel<T, HD, WIDE>, shared), true);
-    (void)allowed;
-    const unsigned keys = blocks_for((size_t)pieces_of(a.T, KEY_BLOCK) * heads * (HD / STRIP), 1);
-    attention_dkdv_kernel<T, HD, STRIP, WIDE><<<keys, threads, shared, device.stream>>>((T *)dk,
+    int shared = attention_shared<T, HD>(2 * KEY_BLOCK + 2 * ROWS, ROWS);
+    static bool allowed[2];
+    allow_shared(&allowed[0], attention_dkdv_kernel<T, HD, STRIP, ROWS>, shared);
+    unsigned blocks = blocks_for((size_t)pieces_of(a.T, KEY_BLOCK) * heads * (HD / STRIP), 1);
+    attention_dkdv_kernel<T, HD, STRIP, ROWS><<<blocks, threads, shared, device.stream>>>((T *)dk,
         (T *)dv, (const T *)dout, lse, D, (const T *)q, (const T *)k, (const T *)v, a, scale);
     launched("attention_backward, dK and dV");
-    const unsigned tiles = blocks_for((size_t)pieces_of(rows, QUERY_TILE) * heads, 1);
-    attention_dq_kernel<T, HD, WIDE><<<tiles, threads, shared, device.stream>>>(
+    const int rows = a.n_heads / a.n_kv_heads * a.T;
+    shared = attention_shared<T, HD>(2 * QUERY_TILE + 2 * KEYS, KEYS);
+    allow_shared(&allowed[1], attention_dq_kernel<T, HD, KEYS>, shared);
+    blocks = blocks_for((size_t)pieces_of(rows, QUERY_TILE) * heads, 1);
+    attention_dq_kernel<T, HD, KEYS><<<blocks, threads, shared, device.stream>>>(
         (T *)dq, (const T *)dout, lse, D, (const T *)q, (const T *)k, (const T *)v, a, scale);
     launched("attention_backward, dQ");
 }
