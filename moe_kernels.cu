@@ -1859,10 +1859,11 @@ static void attention_backward(act_t *dq, act_t *dk, act_t *dv, const act_t *dou
 // router
 
 enum {
-    ROUTER_TILE = 64,    // a block's tile of a product is 64 x 64, of which a thread owns 4 x 4
-    ROUTER_STEP = 16,    // values along k that are in shared memory at a time
-    ROUTER_SPLIT = 1024, // rows whose part of the weight gradient one block sums
-    ROUTER_ROWS = 32,    // most rows that a block of the row-wise kernels owns, one a thread
+    ROUTER_TILE = 64,  // a block's tile of a product is 64 x 64, of which a thread owns 4 x 4
+    ROUTER_STEP = 16,  // values along k that are in shared memory at a time
+    ROUTER_PARTS = 16, // the sum over the rows of a weight gradient has at most so many parts ...
+    ROUTER_PART = 256, // ... and each but the last at least so many rows
+    ROUTER_ROWS = 32,  // most rows that a block of the row-wise kernels owns, one a thread
     ROUTER_THREADS = 128,
     MOST_EXPERTS = 2048,     // for which one row's scores fit the shared memory of a block
     ROUTER_SHARED = 36 << 10 // bytes of it that those rows may take: less than any block may have
@@ -1957,12 +1958,18 @@ __global__ void __launch_bounds__(THREADS)
         }
 }
 
-// partial (splits,E,C): dlogits^T X over ROUTER_SPLIT rows
+// rows of a part: how a sum is cut depends on N alone
+static int router_part(int N) {
+    const int rows = (int)round_up(pieces_of(N, ROUTER_PARTS), ROUTER_STEP);
+    return rows < ROUTER_PART ? (int)ROUTER_PART : rows;
+}
+
+// partial (parts,E,C): dlogits^T X over `part` rows
 template <class T>
-__global__ void __launch_bounds__(THREADS)
-    router_dweight_kernel(float *partial, const float *dlogits, const T *X, int N, int C, int E) {
+__global__ void __launch_bounds__(THREADS) router_dw_kernel(
+    float *partial, const float *dlogits, const T *X, int N, int C, int E, int part) {
     const int c0 = blockIdx.x * ROUTER_TILE, e0 = blockIdx.y * ROUTER_TILE;
-    const int n0 = blockIdx.z * ROUTER_SPLIT, n1 = N - n0 < ROUTER_SPLIT ? N : n0 + ROUTER_SPLIT;
+    const int n0 = blockIdx.z * part, n1 = N - n0 < part ? N : n0 + part;
     float acc[4][4];
     router_product<float, T, false, false>(acc, dlogits, E, e0, E, X, C, c0, C, n0, n1);
     for (int i = 0; i < 4; i++)
@@ -2238,9 +2245,9 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS, const Plan
     const stat_t *logits, const stat_t *lse, const int *idx, const stat_t *weight, const int *count,
     const act_t *X, Mat Wr, Router r, void *scratch) {
     const int N = r.N, C = r.C, E = r.E, rows = dlogits_rows(E, r.K);
-    const int splits = pieces_of(N, ROUTER_SPLIT);
+    const int part = router_part(N), parts = pieces_of(N, part);
     float *dlogits = carve<float>(&scratch, (size_t)N * E);
-    float *partial = carve<float>(&scratch, (size_t)splits * E * C);
+    float *partial = carve<float>(&scratch, (size_t)parts * E * C);
     const size_t shared = (size_t)rows * (2 * odd(E) + odd(r.K)) * sizeof(float);
     const double aux = r.aux_coef * E / ((double)N * N * r.K), zl = r.z_coef * 2 / N;
     router_dlogits_kernel<<<pieces_of(N, rows), ROUTER_THREADS, shared, device.stream>>>(dlogits,
@@ -2249,14 +2256,14 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS, const Plan
     launched("router_dlogits");
 
     const T *x = (const T *)X;
-    const dim3 dx_tiles(pieces_of(N, ROUTER_TILE), pieces_of(C, ROUTER_TILE));
-    router_dx_kernel<T><<<dx_tiles, THREADS, 0, device.stream>>>(
+    const dim3 tiles(pieces_of(N, ROUTER_TILE), pieces_of(C, ROUTER_TILE));
+    router_dx_kernel<T><<<tiles, THREADS, 0, device.stream>>>(
         (T *)dX, dlogits, (const float *)Wr.data, Wr.ld, N, C, E);
     launched("router_dx");
-    const dim3 dw_tiles(pieces_of(C, ROUTER_TILE), pieces_of(E, ROUTER_TILE), splits);
-    router_dweight_kernel<T><<<dw_tiles, THREADS, 0, device.stream>>>(partial, dlogits, x, N, C, E);
-    launched("router_dweight");
-    add_partials((float *)dWr, Wr.ld, partial, splits, E, C);
+    const dim3 grid(pieces_of(C, ROUTER_TILE), pieces_of(E, ROUTER_TILE), parts);
+    router_dw_kernel<T><<<grid, THREADS, 0, device.stream>>>(partial, dlogits, x, N, C, E, part);
+    launched("router_dw");
+    add_partials((float *)dWr, Wr.ld, partial, parts, E, C);
 }
 
 static size_t router_scratch(const Config *c, const ScratchShape *s) {
@@ -2264,8 +2271,10 @@ static size_t router_scratch(const Config *c, const ScratchShape *s) {
     const size_t blocks = pieces_of((int)N, choose_rows((int)E));
     const size_t forward = round_up(blocks * E * sizeof(float), ARENA_ALIGN) +
         2 * round_up(blocks * sizeof(float), ARENA_ALIGN);
+    const int most = pieces_of((int)N, ROUTER_PART);
+    const size_t parts = most < ROUTER_PARTS ? most : (int)ROUTER_PARTS;
     const size_t backward = round_up(N * E * sizeof(float), ARENA_ALIGN) +
-        round_up(pieces_of((int)N, ROUTER_SPLIT) * E * c->d_model * sizeof(float), ARENA_ALIGN);
+        round_up(parts * E * c->d_model * sizeof(float), ARENA_ALIGN);
     return s->backward && backward > forward ? backward : forward;
 }
 
@@ -2412,6 +2421,7 @@ __global__ void __launch_bounds__(THREADS) plan_select_kernel(unsigned *mask, in
         int equal = 0;
         for (int i = begin; i < end; i++) equal += is_candidate(&c, i) && key_of(&c, i) == key;
         int before = sum_before(tally, equal);
+        // bits that others set meanwhile are not looked at: a row has one thread
         for (int i = begin; i < end; i++) {
             if (!is_candidate(&c, i)) continue;
             const uint64_t k = key_of(&c, i);
