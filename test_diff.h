@@ -816,7 +816,7 @@ static const Backend *device_of(const char *name, DType type) {
 #endif
 #define WITH_EMULATED " -include cuda_cpu.h" // in place of CUDA's own headers
 
-// Runs a command, its stdout into a file or (NULL) onto stderr; returns its exit status.
+// Runs a command, its stdout at the end of a file or (NULL) onto stderr; returns its exit status.
 static int run_command(char **argv, const char *out) {
     extern char **environ;
     posix_spawn_file_actions_t actions;
@@ -824,7 +824,7 @@ static int run_command(char **argv, const char *out) {
     int status;
     posix_spawn_file_actions_init(&actions);
     if (out)
-        posix_spawn_file_actions_addopen(&actions, 1, out, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        posix_spawn_file_actions_addopen(&actions, 1, out, O_WRONLY | O_CREAT | O_APPEND, 0600);
     else
         posix_spawn_file_actions_adddup2(&actions, 2, 1);
     fflush(stdout);
@@ -863,6 +863,10 @@ static int load_with(Backend *b, const char *file, const char *device) {
     if (!strcmp(device, "emulated")) { // what `kernel<<<...>>>` becomes in C++
         const char *const sed[] = {"-z", "-E", "-f", "data/cuda_cpu.sed", file, NULL};
         snprintf(command, sizeof command, "sed");
+        FILE *f = fopen(cpp, "w"); // the compiler is to name the contributor's file and line
+        if (!f || (!strpbrk(file, "\"\\\n") && fprintf(f, "#line 1 \"%s\"\n", file) < 0) ||
+            fclose(f))
+            die(RUN_ERROR, "%s: %s", cpp, strerror(errno));
         failed_to = compile(command, sed, cpp);
         if (failed_to) die(USER_ERROR, "--with %s: data/cuda_cpu.sed does not take it", file);
         source = cpp;
@@ -873,7 +877,7 @@ static int load_with(Backend *b, const char *file, const char *device) {
     snprintf(command, sizeof command, "%s",
         !strcmp(device, "cpu") ? WITH_CC
             : cuda             ? WITH_NVCC
-                               : WITH_CXX);
+                               : WITH_CXX WITH_EMULATED);
     failed_to = compile(command, words, NULL);
     void *lib = failed_to ? NULL : dlopen(so, RTLD_NOW | RTLD_LOCAL);
     const char *why = failed_to || lib ? NULL : dlerror();
