@@ -1,8 +1,8 @@
 /* test_moe.c: what the numbers must be. ./test_moe runs every check, one line each on stdout:
      ok NAME | FAIL NAME: reason | skip NAME: reason
    and exits with status 1 if one failed. ./test_moe WORD runs the checks whose name contains WORD;
-   -v adds the measured errors. ./test_moe hash prints the sha256 of a short training run; ./test_moe
-   diff holds every operation of a device against the reference, one at a time (test_diff.h).
+   -v adds the measured errors. ./test_moe hash prints the sha256 of a short training run.
+   ./test_moe diff holds every operation of a device against the reference (test_diff.h).
 
    It links moe_cpu.c twice: backend_cpu in float, and backend_f64, the same source in double.
      gradient    an operation's backward against central differences of its forward, in double
@@ -24,7 +24,8 @@
    gives it, so that the address sanitizer sees a step beyond. Random numbers come from counters.
 
    The operations are checked in test_ops.h, where reporting and the error measures are too, and
-   one at a time in test_diff.h; the options of a model in test_options.h. To add a check, write a function and enter it in main. */
+   one at a time in test_diff.h; the options of a model in test_options.h. To add a check, write a
+   function and enter it in main. */
 #include "test_ops.h"
 
 // -------------------------------------------------------------------------------------------------
