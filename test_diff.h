@@ -135,7 +135,8 @@ static AnyFunction operation_of(const Backend *b, int op) {
 static struct Diff {
     const Backend *dev, *with; // with: a contributor's operation, or NULL
     const char *with_name;
-    const char *op, *shape; // of the lines that are wanted now
+    void (*with_seed)(uint64_t); // emulated_seed of its own copy of cuda_cpu.h
+    const char *op, *shape;      // of the lines that are wanted now
     uint64_t seed;
     int print, lines, failed;
 } diff;
@@ -226,6 +227,7 @@ static void vary(int run) {
 #ifdef HAVE_EMULATED
     emulated_seed(2 * diff.seed + (uint64_t)run);
 #endif
+    if (diff.with_seed) diff.with_seed(2 * diff.seed + (uint64_t)run);
 }
 
 // A choice whose values nobody can know is one all the same: K experts that there are, each once.
@@ -431,9 +433,9 @@ static Op decode_op(const Shape *s, int norm) {
     o.c.qk_norm = norm;
     o.cache_len = before + T;
     double *start = array(&o, "start", INTS, B), *len = array(&o, "len", INTS, B);
-    for (int i = 0; i < B; i++) { // from 0 and full; to the last position; anywhere
-        start[i] = i == 0 ? 0 : i == 1 ? before : below(before);
-        len[i] = i < 2 ? T : 1 + below(T);
+    for (int i = 0; i < B; i++) { // from 0 and full; up to the last position; anywhere
+        len[i] = i == 0 ? T : i == 1 && T > 1 ? T - 1 : 1 + below(T);
+        start[i] = i == 0 ? 0 : i == 1 ? o.cache_len - len[i] : below(before);
     }
     random_array(&o, "qkv", ACT, o.N * (s->heads + 2 * s->kv) * hd, 1, 0);
     if (norm != QK_NORM_NONE) {
@@ -466,6 +468,13 @@ static void diff_attention(const Shape *s) {
     }
     Op o = attention_op(diff.dev, "attention", s->B, s->T, s->heads, s->kv, s->hd);
     diff_op(&o, "train");
+    // what is not finite at the last position is seen there alone
+    o = attention_op(diff.dev, "attention", s->B, s->T, s->heads, s->kv, s->hd);
+    Array *v = &o.array[named(&o, "v")];
+    for (size_t i = 0; i < v->count; i++)
+        if ((int)(i / s->hd) % s->T == s->T - 1) v->x[i] = NAN;
+    o.steps = o.forward;
+    diff_op(&o, "late-NaN");
 }
 
 /* Rows whose first K + 1 scores are far enough apart that no rounding can change their order: the
@@ -597,16 +606,18 @@ static void diff_select(const Shape *s) {
 static void diff_experts(const Shape *s) {
     static const struct {
         const char *name;
-        int variant;
-    } forms[] = {{"top-k", 0}, {"in-place", IN_PLACE}, {"kept-A", IN_PLACE | KEEP_A},
-        {"accumulate", IN_PLACE | ADD}, {"kept-A-accumulate", KEEP_A | ADD},
-        {"dense", IN_PLACE | IDENTITY}, {"dense-kept-A", IDENTITY | KEEP_A},
-        {"dense-accumulate", IDENTITY | ADD}, {"capacity", IN_PLACE | CAPPED},
-        {"rounded", IN_PLACE | TILED | KEEP_A}};
+        int variant, small; // small: for small shapes alone
+    } forms[] = {{"top-k", 0, 1}, {"in-place", IN_PLACE, 0}, {"kept-A", IN_PLACE | KEEP_A, 0},
+        {"accumulate", IN_PLACE | ADD, 0}, {"kept-A-accumulate", KEEP_A | ADD, 1},
+        {"dense", IN_PLACE | IDENTITY, 0}, {"dense-kept-A", IDENTITY | KEEP_A, 1},
+        {"dense-accumulate", IDENTITY | ADD, 1}, {"capacity", IN_PLACE | CAPPED, 1},
+        {"rounded", IN_PLACE | TILED | KEEP_A, 0}};
+    const int N = s->B * s->T, large = (double)N * s->C * s->I > 1e6;
     for (size_t i = 0; i < COUNT(forms); i++) {
         const int dense = forms[i].variant & IDENTITY;
-        Op o = experts_op(diff.dev, "experts", s->B * s->T, s->C, s->I, dense ? 1 : s->E,
-            dense ? 1 : s->K, dense ? 1 : s->few, forms[i].variant, 1);
+        if (large && forms[i].small) continue;
+        Op o = experts_op(diff.dev, "experts", N, s->C, s->I, dense ? 1 : s->E, dense ? 1 : s->K,
+            dense ? 1 : s->few, forms[i].variant, 1);
         diff_op(&o, forms[i].name);
     }
 }
@@ -805,7 +816,7 @@ static const Backend *device_of(const char *name, DType type) {
 #endif
 #define WITH_EMULATED " -include cuda_cpu.h" // in place of CUDA's own headers
 
-// Runs a command, its stdout into a file or (NULL) onto stderr; returns its exit status.
+// Runs a command, its stdout at the end of a file or (NULL) onto stderr; returns its exit status.
 static int run_command(char **argv, const char *out) {
     extern char **environ;
     posix_spawn_file_actions_t actions;
@@ -813,7 +824,7 @@ static int run_command(char **argv, const char *out) {
     int status;
     posix_spawn_file_actions_init(&actions);
     if (out)
-        posix_spawn_file_actions_addopen(&actions, 1, out, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        posix_spawn_file_actions_addopen(&actions, 1, out, O_WRONLY | O_CREAT | O_APPEND, 0600);
     else
         posix_spawn_file_actions_adddup2(&actions, 2, 1);
     fflush(stdout);
@@ -852,6 +863,10 @@ static int load_with(Backend *b, const char *file, const char *device) {
     if (!strcmp(device, "emulated")) { // what `kernel<<<...>>>` becomes in C++
         const char *const sed[] = {"-z", "-E", "-f", "data/cuda_cpu.sed", file, NULL};
         snprintf(command, sizeof command, "sed");
+        FILE *f = fopen(cpp, "w"); // the compiler is to name the contributor's file and line
+        if (!f || (!strpbrk(file, "\"\\\n") && fprintf(f, "#line 1 \"%s\"\n", file) < 0) ||
+            fclose(f))
+            die(RUN_ERROR, "%s: %s", cpp, strerror(errno));
         failed_to = compile(command, sed, cpp);
         if (failed_to) die(USER_ERROR, "--with %s: data/cuda_cpu.sed does not take it", file);
         source = cpp;
@@ -862,13 +877,15 @@ static int load_with(Backend *b, const char *file, const char *device) {
     snprintf(command, sizeof command, "%s",
         !strcmp(device, "cpu") ? WITH_CC
             : cuda             ? WITH_NVCC
-                               : WITH_CXX);
+                               : WITH_CXX WITH_EMULATED);
     failed_to = compile(command, words, NULL);
     void *lib = failed_to ? NULL : dlopen(so, RTLD_NOW | RTLD_LOCAL);
     const char *why = failed_to || lib ? NULL : dlerror();
     remove(so), remove(cpp), remove(dir);
     if (failed_to) die(USER_ERROR, "--with %s: it does not compile", file);
     if (!lib) die(USER_ERROR, "--with %s: it cannot be loaded: %s", file, why);
+    void *seed = dlsym(lib, "emulated_seed");
+    memcpy(&diff.with_seed, &seed, sizeof seed);
     for (int i = 0; i < N_OPERATIONS; i++) {
         void *f = dlsym(lib, operations[i].name);
         if (!f) continue;
@@ -1047,7 +1064,8 @@ static void test_devices(void) {
         const char *why = NULL;
         const Backend *b = backend_emulated(types[i], &why);
         if (b) {
-            test_device("emulated", b, COUNT(shapes) + RANDOM_SHAPES);
+            // a sanitizer makes it many times slower, and has most to see at awkward sizes
+            test_device("emulated", b, SEES_BEYOND ? SMALL_SHAPES : COUNT(shapes) + RANDOM_SHAPES);
         } else if (begin("emulated/%s", types[i] == F32 ? "fp32" : "bf16")) {
             check(0, "no such device: %s", why ? why : "it does not say why");
             finish();

@@ -2,10 +2,12 @@
      ok NAME | FAIL NAME: reason | skip NAME: reason
    and exits with status 1 if one failed. ./test_moe WORD runs the checks whose name contains WORD;
    -v adds the measured errors. ./test_moe hash prints the sha256 of a short training run.
+   ./test_moe diff holds every operation of a device against the reference (test_diff.h).
 
    It links moe_cpu.c twice: backend_cpu in float, and backend_f64, the same source in double.
      gradient    an operation's backward against central differences of its forward, in double
      float       the same operation in float against double
+     cpu, emulated   OPERATION/SHAPE/TYPE: every operation of Backend alone, on these devices
      model       the whole model: both of the above, and the forward against a second, naive
                  implementation that is written straight from the formulas
      reference   values known from elsewhere: worked examples, the textbook optimisers
@@ -21,8 +23,9 @@
    scratch is filled with NaN beforehand, and every array has exactly the size that the contract
    gives it, so that the address sanitizer sees a step beyond. Random numbers come from counters.
 
-   The operations are checked in test_ops.h, where reporting and the error measures are too, the
-   options of a model in test_options.h. To add a check, write a function and enter it in main. */
+   The operations are checked in test_ops.h, where reporting and the error measures are too, and
+   one at a time in test_diff.h; the options of a model in test_options.h. To add a check, write a
+   function and enter it in main. */
 #include "test_ops.h"
 
 // -------------------------------------------------------------------------------------------------

@@ -439,36 +439,42 @@ enum { GUARD = ARENA_ALIGN };
 typedef struct Held {
     char *p;
     size_t bytes, guard;
+    uint16_t mark; // what the guards hold: a NaN of its own, or else what is read beyond one array
+                   // and written beyond another would not be seen
 } Held;
 static int on_cpu(const Backend *b) {
     return b->alloc == backend_cpu()->alloc || b->alloc == backend_f64()->alloc;
 }
 static Held hold(const Backend *b, size_t bytes) {
-    Held h = {NULL, bytes, SEES_BEYOND || on_cpu(b) ? 0 : GUARD};
+    static unsigned holds;
+    Held h = {NULL, bytes, SEES_BEYOND || on_cpu(b) ? 0 : GUARD, (uint16_t)(0xFFC1 + holds++ % 61)};
     if (on_cpu(b)) {
         h.p = fresh(bytes, 1);
         return h;
     }
     const int mark = pooled;
     const size_t all = bytes + 2 * h.guard;
-    char *p = b->alloc(all);
+    char *host = fresh(all, 1), *p = b->alloc(all);
     if (!p) die(RUN_ERROR, "no memory on %s: %zu bytes", b->name, all);
-    b->to_device(p, fresh(all, 1), all);
+    for (size_t i = 0; i < h.guard; i += sizeof h.mark) {
+        memcpy(host + i, &h.mark, sizeof h.mark);
+        memcpy(host + h.guard + bytes + i, &h.mark, sizeof h.mark);
+    }
+    b->to_device(p, host, all);
     release_to(mark);
     h.p = p + h.guard;
     return h;
 }
 // Gives it back; returns 1 if something was written beside it.
 static int drop(const Backend *b, Held h) {
-    unsigned char beside[2 * GUARD];
+    uint16_t beside[2 * GUARD / sizeof h.mark];
     int touched = 0;
     if (on_cpu(b)) return 0; // of the pool
-    memset(beside, 0xFF, sizeof beside);
     if (h.guard) {
-        b->to_host(beside, h.p - h.guard, h.guard);
-        b->to_host(beside + GUARD, h.p + h.bytes, h.guard);
+        b->to_host(beside, h.p - h.guard, GUARD);
+        b->to_host((char *)beside + GUARD, h.p + h.bytes, GUARD);
+        for (size_t i = 0; i < COUNT(beside); i++) touched |= beside[i] != h.mark;
     }
-    for (int i = 0; i < 2 * GUARD; i++) touched |= beside[i] != 0xFF;
     b->release(h.p - h.guard);
     return touched;
 }
