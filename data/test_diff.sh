@@ -106,7 +106,7 @@ not_to_be_had() {
     run 2 diff_ --with "$PWD/none.c"
     refused 'none.c' 'exports no operation'
     rmsnorm '' >two.c
-    echo 'void add(void *o, void *a, void *b, size_t n) { (void)o, (void)a, (void)b, (void)n; }' >>two.c
+    echo 'void add(void *o, void *a, void *b, size_t n) { *(char *)o = !a + !b + !n; }' >>two.c
     run 2 diff_ --with "$PWD/two.c"
     refused 'add' 'rmsnorm_forward'
     rmsnorm 'this is not C;' >broken.c
