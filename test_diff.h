@@ -434,7 +434,7 @@ static Op decode_op(const Shape *s, int norm) {
     o.cache_len = before + T;
     double *start = array(&o, "start", INTS, B), *len = array(&o, "len", INTS, B);
     for (int i = 0; i < B; i++) { // from 0 and full; up to the last position; anywhere
-        len[i] = i == 0 ? T : i == 1 && T > 1 ? T - 1 : 1 + below(T);
+        len[i] = i == 0 ? T : i == 1 ? (T + 1) / 2 : 1 + below(T);
         start[i] = i == 0 ? 0 : i == 1 ? o.cache_len - len[i] : below(before);
     }
     random_array(&o, "qkv", ACT, o.N * (s->heads + 2 * s->kv) * hd, 1, 0);
@@ -448,8 +448,10 @@ static Op decode_op(const Shape *s, int norm) {
     for (int i = 0; i < 2; i++) {
         const size_t each = o.cache_len * hd;
         double *x = random_array(&o, i ? "v" : "k", ACT, B * s->kv * each, 1, 0);
-        for (size_t k = 0; k < B * s->kv * each; k++)
-            if (k % each / hd >= start[k / each / s->kv]) x[k] = NAN;
+        for (size_t k = 0; k < B * s->kv * each; k++) {
+            const int position = (int)(k % each / hd);
+            if (position >= start[k / each / s->kv]) x[k] = NAN;
+        }
     }
     array(&o, "out", ACT, (size_t)o.N * s->heads * hd);
     array(&o, "lse", STAT, (size_t)o.N * s->heads);

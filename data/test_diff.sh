@@ -106,13 +106,14 @@ not_to_be_had() {
     run 2 diff_ --with "$PWD/none.c"
     refused 'none.c' 'exports no operation'
     rmsnorm '' >two.c
-    echo 'void add(void *o, void *a, void *b, size_t n) { (void)o, (void)a, (void)b, (void)n; }' >>two.c
+    echo 'void add(void *o, void *a, void *b, size_t n) { *(char *)o = !a + !b + !n; }' >>two.c
     run 2 diff_ --with "$PWD/two.c"
     refused 'add' 'rmsnorm_forward'
     rmsnorm 'this is not C;' >broken.c
     run 2 diff_ --with "$PWD/broken.c"
     said 'broken.c:.*error'
-    [ "$(grep -c '^train_moe: error: .*broken.c.*does not compile' stderr)" = 1 ] || no "not said"
+    [ "$(grep -c '^train_moe: error: .*broken.c.*does not compile' stderr)" = 1 ] ||
+        no "not said in one line"
     rmsnorm '' >right.c
     run 2 diff_ --with "$PWD/right.c" --op add
     refused 'add' 'rmsnorm_forward'
@@ -154,7 +155,7 @@ other_device() {
     local status=0
     diff_ --device "$1" --op add --shape B=1,T=2 </dev/null >stdout 2>stderr || status=$?
     case $status in
-        0) [ "$(head -n 1 stdout)" = "device $1, dtype fp32, seed 1" ] || no "$(head -n 1 stdout)" ;;
+        0) said "^device $1, dtype fp32, seed 1$" stdout ;;
         2) refused "--device $1" ;;
         *) no "exit status $status" ;;
     esac
