@@ -2950,7 +2950,7 @@ __global__ void __launch_bounds__(THREADS)
         double sum = 0;
         int bad = nseg;
         if (threadIdx.x == 0) first_bad = nseg;
-        __syncthreads();
+        __syncthreads(); // thread 0 comes here when it has read the sums of the piece before
         for (int i = segment_at(seg, nseg, piece * PIECE);
              i < nseg && seg[i].offset < (size_t)(piece + 1) * PIECE; i++) {
             const Stretch x = stretch_of(&seg[i], piece);
@@ -2970,7 +2970,6 @@ __global__ void __launch_bounds__(THREADS)
         if (bad < nseg) atomicMin(&first_bad, bad);
         sum = block_sum(sums, sum);
         if (threadIdx.x == 0) part[piece].sum = sum, part[piece].bad = first_bad;
-        __syncthreads(); // before the next piece takes the shared memory
     }
 }
 
