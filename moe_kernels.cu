@@ -3137,7 +3137,8 @@ static double memory_free(void) {
     return cudaMemGetInfo(&left, &all) == cudaSuccess ? (double)left : -1;
 }
 #endif
-static void sync_device(void) { check(cudaStreamSynchronize(device.stream), "the last kernels"); }
+// the whole device: a kernel under test may use a stream of its own
+static void sync_device(void) { check(cudaDeviceSynchronize(), "the last kernels"); }
 
 /* The best that independent multiply-adds reach: fmaf, or the matrix instruction. `out` is never
    written: it keeps the compiler from leaving the sums out. */
