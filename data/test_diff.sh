@@ -162,3 +162,21 @@ other_device() {
 }
 check diff/emulated other_device emulated
 check diff/cuda other_device cuda
+
+# The README's worked example, as it stands there; and the fault that it tells of.
+example() {
+    local from command
+    "$TEST" diff --device emulated --op add --shape B=1,T=2 >stdout 2>stderr </dev/null ||
+        { skip 'no emulated device in this build'; return; }
+    from=$(grep -n '^    // add.cu$' "$root/README.md" | cut -d: -f1)
+    tail -n "+$((from + 1))" "$root/README.md" | sed -n '/^    /!q; s/^    //p' >add.cu
+    command=$(sed -n 's|^    ./test_moe \(diff .*--with add.cu.*\)|\1|p' "$root/README.md")
+    [ -n "$command" ] || no 'no command in the README'
+    run 0 diff_ ${command#diff } --with "$PWD/add.cu"
+    [ "$(grep -c '^add .* ok$' stdout)" = 2 ] || no "found: $(tail -n 2 stdout)"
+    sed 's/i < n/i <= n/' add.cu >wrong.cu
+    cmp -s add.cu wrong.cu && no 'the README has another condition'
+    run 1 diff_ ${command#diff } --with "$PWD/wrong.cu"
+    said 'wrong.cu .*FAIL: written beyond out' stdout
+}
+check diff/readme_example example
