@@ -1,6 +1,6 @@
 # Builds train_moe (the trainer and its other commands) and its tests: test_moe (what it computes),
 # test_golden (the same beside transformers), test_files (what it reads and writes), test_tokens
-# (text to tokens), test_fuzz (hostile files). `make help` lists the targets.
+# (text to tokens), test_fuzz (hostile files), test_comm (ranks). `make help` lists the targets.
 #
 # Objects and programs live in build/NAME, one folder for each compiler and set of flags, so that
 # builds never mix: build/cc, build/clang, build/cc-san, build/cc-portable. The programs are linked
@@ -17,6 +17,7 @@ PORTABLE ?=# 1: no -march=native; on x86-64 one program, which picks AVX2 or AVX
 SAN      ?=# 1: address and undefined-behaviour sanitizers
 OPENMP   ?= 1# 0: build without, even where it is there
 PCRE2    ?= 1# the same
+MPI      ?= 1# the same: ranks; found through mpicc, whose flags go to CC
 TEXT     ?=# a text file or folder for `make train`, instead of the fetched texts
 FUZZ_S   ?= 60# seconds of `make fuzz` for each target
 
@@ -48,6 +49,7 @@ CUSTOM := $(strip $(filter-out -O3 -g,$(CFLAGS)) $(CPPFLAGS) $(LDFLAGS))
 NAME   := $(subst /,_,$(subst $(space),_,$(strip $(CC))))
 NAME   := $(NAME)$(if $(call on,$(SAN)),-san)$(if $(call on,$(PORTABLE)),-portable)
 NAME   := $(NAME)$(if $(call off,$(OPENMP)),-no-openmp)$(if $(call off,$(PCRE2)),-no-pcre2)
+NAME   := $(NAME)$(if $(call off,$(MPI)),-no-mpi)
 NAME   := $(NAME)$(if $(CUSTOM),-$(firstword $(shell printf '%s' '$(CUSTOM)' | cksum)))
 B      := build/$(NAME)
 CONFIG := $(B)/config.mk
@@ -72,6 +74,10 @@ PROBES = tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	jansson() { links jansson.h 'json_decref(NULL);' -ljansson; }; \
 	stb() { links stb/stb_ds.h '' ''; }; \
 	pcre2() { links pcre2.h 'pcre2_code_free(NULL);' '-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8'; }; \
+	mpi_cflags() { mpicc -show 2>/dev/null | tr ' ' '\n' | sed -n 's/^-I/-isystem /p; /^-D/p'; }; \
+	mpi_libs() { mpicc -show 2>/dev/null | tr ' ' '\n' | grep -E '^-(L|l|Wl,|pthread)'; }; \
+	mpi() { [ '$(call on,$(MPI))' ] && \
+	    links mpi.h 'MPI_Init(NULL, NULL);' "$$(mpi_cflags) $$(mpi_libs)"; }; \
 	openmp() { [ '$(call on,$(OPENMP))' ] && \
 	    links omp.h 'return omp_get_max_threads() < 1;' -fopenmp; }
 
@@ -90,11 +96,15 @@ $(CONFIG): Makefile
 	done; \
 	omp=; openmp && omp=-fopenmp; \
 	pcre=; [ '$(call on,$(PCRE2))' ] && pcre2 && pcre=-lpcre2-8; \
+	mpi_c=; mpi_l=; mpi && mpi_c=$$(echo $$(mpi_cflags)) && mpi_l=$$(echo $$(mpi_libs)); \
 	{ echo "TARGET := $$($(CC) -dumpmachine)"; \
 	  echo "ARCH := $$arch"; \
 	  echo "OMP := $${omp:--Wno-unknown-pragmas}"; \
 	  echo "PCRE2_LIB := $$pcre"; \
+	  echo "MPI_CFLAGS := $$mpi_c"; \
+	  echo "MPI_LIBS := $$mpi_l"; \
 	  echo "FOUND := OpenMP $$([ "$$omp" ] && echo on || echo 'off (one thread)')\$$(comma)"; \
+	  echo "FOUND += MPI $$([ "$$mpi_l" ] && echo on || echo 'off (one rank)')\$$(comma)"; \
 	  echo "FOUND += PCRE2 $$([ "$$pcre" ] && echo on || echo 'off (no vocabularies with merges)')"; \
 	} >$@.part && mv $@.part $@
 
@@ -105,7 +115,7 @@ include $(CONFIG)
 endif
 
 # ---- the programs --------------------------------------------------------------------------------
-DEFINES = $(if $(PCRE2_LIB),-DUSE_PCRE2)
+DEFINES = $(if $(PCRE2_LIB),-DUSE_PCRE2) $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
 COMPILE = $(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(WARNINGS) $(DEFINES) $(CPPFLAGS) $(MODE) -MMD -MP
 LIBS    = $(PCRE2_LIB) -ljansson -lm
 LINK    = $(CC) $(CFLAGS) $(ARCH) $(OMP) $(MODE) -o $@ $(filter %.o,$^) $(LDFLAGS) $(LIBS)
@@ -120,7 +130,7 @@ DISPATCH := -DMOE_DISPATCH
 endif
 endif
 
-TESTS    := test_moe test_golden test_files test_tokens test_fuzz
+TESTS    := test_moe test_golden test_files test_tokens test_fuzz test_comm
 PROGRAMS := $(B)/train_moe $(TESTS:%=$(B)/%)
 # The root's programs are links to the last build that `make` made; a sanitizer build never takes
 # their place, nor does `make test` with settings of its own.
@@ -143,6 +153,9 @@ $(B)/test_files: $(B)/test_files.o
 $(B)/test_tokens: $(B)/test_tokens.o
 	$(LINK)
 $(B)/test_fuzz: $(B)/test_fuzz.o
+	$(LINK)
+$(B)/test_comm: LIBS += $(MPI_LIBS)
+$(B)/test_comm: $(B)/test_comm.o
 	$(LINK)
 
 $(B)/%.o: %.c $(CONFIG)
@@ -212,9 +225,12 @@ MISSING = deb=; rpm=; arch=; brew=; \
 	jansson || need libjansson-dev jansson-devel jansson jansson; \
 	stb || need libstb-dev stb-devel stb -; \
 	needed=$$deb; \
-	pcre2 || { has apt-get && [ "$$(id -u)" = 0 ] && need libpcre2-dev pcre2-devel pcre2 pcre2; }
-# PCRE2 is optional, a second's work where packages can be installed, and `make test` is then whole:
-# so it comes along, but only there, and nothing stops when it cannot be had.
+	pcre2 || { has apt-get && [ "$$(id -u)" = 0 ] && need libpcre2-dev pcre2-devel pcre2 pcre2; }; \
+	[ -z '$(call on,$(MPI))' ] || { mpi && has mpirun; } || { \
+	    has apt-get && [ "$$(id -u)" = 0 ] && \
+	    need libopenmpi-dev openmpi-devel openmpi open-mpi && need openmpi-bin openmpi openmpi open-mpi; }
+# PCRE2 and MPI are optional, quickly there where packages can be installed, and `make test` is then
+# whole: so they come along, but only there, and nothing stops when they cannot be had.
 # What the optional tests use: a second compiler, an ARM build and a machine to run it, gnuplot.
 MISSING_OPTIONAL = \
 	try() { printf '$(hash)include <stdio.h>\nint main(void) { return puts("") < 0; }\n' | \
@@ -300,4 +316,4 @@ help:
 	@echo 'make lint         cppcheck, clang-tidy and clang-format, which must find nothing'
 	@echo 'make format       clang-format on every source'
 	@echo 'make clean        remove what was built (never out/ or data/text/)'
-	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)  OPENMP=0  PCRE2=0'
+	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)  OPENMP=0  PCRE2=0  MPI=0'
