@@ -1,22 +1,24 @@
-/* comm.h: ranks and what they say to one another. Read comm_open() and the list of operations first.
+/* comm.h: ranks and what they say to one another. Read comm_open() and "the operations" first.
 
-   A Comm is a group of ranks. Every collective is one or two *phases*, and a phase is the same thing
-   each time: a part goes to every rank, a part comes from every rank, and what came is either where
-   it belongs or is summed in rank order. plan_*() below says who gets what; one small state machine
-   (advance) walks phases and rounds; a *back* moves the bytes:
+   A Comm is a group of ranks. Every collective is one or two *phases*, and a phase is the same
+   thing each time: a part goes to every rank, a part comes from every rank, and what came is
+   either where it belongs or is summed in rank order. Each operation says who gets what; one small
+   state machine (advance) walks phases and rounds; a *back* moves the bytes:
      alone   one rank: nothing moves, and MPI is never called
      MPI     Isend and Irecv on host memory; also for a device, staged through host memory
-     NCCL    ncclSend and ncclRecv on device memory, queued on a stream of its own
+     NCCL    ncclSend and ncclRecv on device memory, queued on its own stream (comm_nccl.h)
      dry     pretends to be one of W ranks in one process: moves nothing, only counts
 
-   So a sum is ((x0 + x1) + x2) + ... for every element, whatever the size of the message, the way it
-   was cut, or who was late: all ranks hold the same bits, and two runs agree. A large all-reduce is
-   a reduce-scatter, then an all-gather; a small one gathers everything everywhere and adds.
+   So a sum is ((x0 + x1) + x2) + ... for every element, whatever the size of the message, the way
+   it was cut, or who was late: all ranks hold the same bits, and two runs agree. A large
+   all-reduce is a reduce-scatter, then an all-gather; a small one gathers everything everywhere
+   and adds.
 
-   All ranks of a group call the same operations in the same order, with sizes that fit. An operation
-   named *_start returns a request at once; its buffers are the request's until comm_finish(). MPI
-   moves little while nobody looks: comm_poll() between two pieces of work lets started operations
-   go on, and so does waiting for any other one. Parts of zero bytes are ordinary.
+   All ranks of a group call the same operations in the same order, with sizes that fit. An
+   operation named *_start returns a request at once; its buffers are the request's until
+   comm_finish(). MPI moves little while nobody looks: comm_poll() between two pieces of work lets
+   started operations go on, and so does waiting for any other one. Parts of zero bytes are
+   ordinary.
 
    Failures end the program with one line. A rank that ends before comm_close(), through die() or
    otherwise, takes the others with it; one that vanishes is missed after the time limit. Sizes are
@@ -182,8 +184,8 @@ typedef struct CommWorld { // what all groups of a program share
 } CommWorld;
 
 /* A sum of n bytes in all from W ranks takes min(n, COMM_SCRATCH_BYTES) of memory, and more rounds
-   where that is less: large enough for a bucket of gradients. Below COMM_SMALL_BYTES two phases cost
-   more than the bytes that they save. */
+   where that is less: large enough for a bucket of gradients. Below COMM_SMALL_BYTES two phases
+   cost more than the bytes that they save. */
 #define COMM_MESSAGE_BYTES ((size_t)1 << 30)
 #define COMM_SCRATCH_BYTES ((size_t)32 << 20)
 #define COMM_SMALL_BYTES   ((size_t)2048)
@@ -395,8 +397,8 @@ static const CommBack comm_mpi = {"MPI", 1, NULL, comm_mpi_begin, comm_mpi_send,
     NULL, comm_mpi_done, comm_host_copy, comm_host_reduce, NULL, NULL};
 
 /* The end of a program. Before comm_close() the others of the group still count on this rank: they
-   are ended too, with this status. MPI_Abort itself may wait for a launcher that is gone, so a clock
-   runs. */
+   are ended too, with this status. MPI_Abort itself may wait for a launcher that is gone, so a
+   clock runs. */
 static CommWorld *comm_opened;
 static pid_t comm_pid; // a child of fork() is no rank
 static void comm_at_exit(int status) {
@@ -535,7 +537,7 @@ static CommRequest *comm_launch(CommRequest *q) {
     return q;
 }
 
-// Phase 0 sums what arrives, of blocks of at most `largest` bytes, into result. own: this rank's part.
+// Phase 0 sums what arrives, in blocks of at most `largest` bytes, into result. own: this rank's.
 static void comm_sums(CommRequest *q, CommType type, CommOp op, char *result, const char *own,
     size_t largest, size_t mine) {
     const Comm *c = q->c;
@@ -619,8 +621,7 @@ COMM_FN void comm_finish(CommRequest *q) {
 // -------------------------------------------------------------------------------------------------
 // the operations
 
-/* buf[i] = sum (or largest) over ranks of buf[i], the same bits on every rank.  buf (n), in place */
-COMM_FN CommRequest *comm_all_reduce_kind(
+static CommRequest *comm_all_reduce_kind(
     Comm *c, CommKind kind, void *buf, size_t n, CommType type, CommOp op) {
     const size_t elem = comm_type_size(type), bytes = comm_bytes(n, elem);
     const int small = bytes <= COMM_SMALL_BYTES, W = c->size;
@@ -642,6 +643,7 @@ COMM_FN CommRequest *comm_all_reduce_kind(
     q->phases = small ? 1 : 2;
     return comm_launch(q);
 }
+// buf[i] = sum (or largest) over ranks of buf[i], the same bits on every rank.  buf (n), in place
 COMM_FN CommRequest *comm_all_reduce_start(Comm *c, void *buf, size_t n, CommType type, CommOp op) {
     return comm_all_reduce_kind(c, COMM_ALL_REDUCE, buf, n, type, op);
 }
@@ -766,8 +768,9 @@ static void comm_check_counts(Comm *c, const size_t *recv, const size_t *send) {
     free(sent);
 }
 
-/* in: send_counts[r] elements for rank r = 0, 1, ..., one block after the other; out: recv_counts[r]
-   elements from rank r, likewise. elem: bytes of an element (of a row). in and out do not overlap. */
+/* in: send_counts[r] elements for rank r = 0, 1, ..., one block after the other; out:
+   recv_counts[r] elements from rank r, likewise. elem: bytes of an element (of a row). in and out
+   do not overlap. */
 COMM_FN CommRequest *comm_all_to_all_start(Comm *c, void *out, const size_t *recv_counts,
     const void *in, const size_t *send_counts, size_t elem) {
     if (c->world->check) comm_check_counts(c, recv_counts, send_counts);
@@ -842,8 +845,8 @@ static int comm_env(const char *name, int otherwise) {
     return s && *s && !*end && v >= 0 && v <= INT_MAX ? (int)v : otherwise;
 }
 
-/* The launcher's line above, -1 = none: started by hand. size: ranks that it started, 0 = it did not
-   say. */
+/* The launcher's line above, -1 = none: started by hand. size: ranks that it started, 0 = it did
+   not say. */
 static int comm_launched(int *rank, int *size) {
     for (int i = 0; i < COMM_LAUNCHERS; i++) {
         if ((*rank = comm_env(comm_launchers[i].rank, -1)) < 0) continue;
@@ -931,9 +934,9 @@ COMM_FN void comm_open(Comm *c) {
     comm_open_as(c, &comm_alone, 0, 1);
 }
 
-/* The ranks of c that have this rank's color, in the order of key (NULL, or the same: of their ranks
-   in c). color, key (c->size): of every rank, the same arrays everywhere; color < 0: in no group,
-   out->size = 0. Called by all of c, which is of host memory. comm_close() frees it. */
+/* The ranks of c that have this rank's color, in the order of key (NULL, or the same: of their
+   ranks in c). color, key (c->size): of every rank, the same arrays everywhere; color < 0: in no
+   group, out->size = 0. Called by all of c, which is of host memory. comm_close() frees it. */
 COMM_FN void comm_split_known(Comm *out, Comm *c, const int *color, const int *key) {
     CommWorld *w = c->world;
     int64_t id =
@@ -981,8 +984,8 @@ COMM_FN void comm_split(Comm *out, Comm *c, int color, int key) {
 }
 
 /* The same ranks as c, for buffers in device memory: over NCCL where it is a CUDA device and this
-   was built with it, otherwise staged through the host. Counts of rows, barriers and comm_agree stay
-   on the host. Called by all of c; comm_close() frees it, before c. */
+   was built with it, otherwise staged through the host. Counts of rows, barriers and comm_agree
+   stay on the host. Called by all of c; comm_close() frees it, before c. */
 COMM_FN void comm_on_device(Comm *out, Comm *c, const CommDevice *device) {
     const size_t n = (size_t)c->size;
     if (!n) die(RUN_ERROR, "internal: a group without this rank has no device");
@@ -1014,8 +1017,8 @@ COMM_FN void comm_sync(Comm *c) {
 #endif
 }
 
-/* What this group did since the last call, by kind, and starts again from zero. A device's group has
-   that of its host part too. Operations that were started count when they are finished. */
+/* What this group did since the last call, by kind, and starts again from zero. A device's group
+   has that of its host part too. The seconds of an operation count when it is finished. */
 COMM_FN void comm_counts_take(Comm *c, CommCount out[COMM_KINDS]) {
 #ifdef USE_NCCL
     if (c->nccl) comm_nccl_times(c);

@@ -6,9 +6,9 @@
    host. comm_sync waits on the host, with the time limit. The unique id comes over MPI. Times are
    those of the stream, read from events when the next count is taken.
 
-   NCCL's own sums have an order that depends on the size of the message and on the wires. So the sum
-   in rank order is a kernel, at the end: the one .cu file of a program that includes comm.h with
-   USE_NCCL has it, and the C part calls it through comm_cuda_reduce(). */
+   NCCL's own sums have an order that depends on the size of the message and on the wires. So the
+   sum in rank order is a kernel, at the end: the one .cu file of a program that includes comm.h
+   with USE_NCCL has it, and the C part calls it through comm_cuda_reduce(). */
 #ifndef COMM_NCCL_H
 #define COMM_NCCL_H
 

@@ -1,17 +1,19 @@
 /* test_comm.c: ranks. ./test_comm, from the root, runs every check, one line each on stdout:
      ok NAME | FAIL NAME: reason
-   and exits with status 1 if one failed. ./test_comm WORD runs those whose name contains WORD. Alone
-   it tests what one rank and a dry one do; under `mpirun -n W` all W ranks run the same checks, rank
-   0 prints, and a check fails if it does on any rank. data/test_ranks.sh starts it in both ways.
+   and exits with status 1 if one failed. ./test_comm WORD runs those whose name contains WORD.
+   Alone it tests what one rank and a dry one do; under `mpirun -n W` all W ranks run the same
+   checks, rank 0 prints, and a check fails if it does on any rank. data/test_ranks.sh starts it in
+   both ways.
 
    Every collective is compared, bit by bit, with a plain computation: each rank makes the data of
    all ranks from counters and adds them up in order. The MPI calls are wrapped (MPI lets a program
-   define MPI_x and call PMPI_x): so bytes are counted where they leave, messages are seen to be cut,
-   and at random a test says "nothing has arrived yet".
+   define MPI_x and call PMPI_x): so bytes are counted where they leave, messages are seen to be
+   cut, and at random a test says "nothing has arrived yet".
 
-   ./test_comm how HOW RANK is for data/test_ranks.sh: rank RANK does something bad (see misbehave),
-   and the others must end. ./test_comm big moves messages of more than INT_MAX bytes: it takes about
-   14 GB of memory and is run by hand. ./test_comm build says whether it was built with MPI. */
+   ./test_comm how HOW RANK is for data/test_ranks.sh: rank RANK does something bad (see
+   misbehave), and the others must end. ./test_comm big moves messages of more than INT_MAX bytes:
+   it takes about 14 GB of memory and is run by hand. ./test_comm build says whether it was built
+   with MPI. */
 #include "moe.h"
 
 static int allocations; // of comm.h, since the start

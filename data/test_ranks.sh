@@ -8,7 +8,8 @@ COMM=${TEST%/*}/test_comm
 # only, without the one-sided copies that containers refuse. Other MPIs do not look at these.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
-export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none
+export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+export PRTE_MCA_hwloc_default_binding_policy=none
 export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_pml=ob1 OMPI_MCA_btl=^tcp
 export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_btl_sm_use_cma=0
 
@@ -37,7 +38,7 @@ without() { # a build that leaves MPI out
 
 if [ "$("$COMM" build)" != MPI ]; then
     check ranks/without_mpi no_mpi "$COMM"
-    echo "skip ranks: built without MPI (Debian, Ubuntu: apt-get install libopenmpi-dev openmpi-bin)"
+    echo "skip ranks: built without MPI (Debian: apt-get install libopenmpi-dev openmpi-bin)"
     exit 0
 fi
 check ranks/without_mpi without
@@ -52,7 +53,8 @@ every() { # RANKS
     timeout 300 mpirun -n "$1" "$COMM" </dev/null >"$work/out" 2>"$work/err" || status=$?
     grep -E '^(ok|FAIL|skip) ' "$work/out"
     [ $status = 0 ] || grep -q '^FAIL ' "$work/out" || {
-        echo "FAIL ranks_$1: exit status $status: $(grep -m 1 -E 'Sanitizer|runtime error:|: error: ' "$work/err")"
+        echo "FAIL ranks_$1: exit status $status:" \
+            "$(grep -m 1 -E 'Sanitizer|runtime error:|: error: ' "$work/err")"
     }
 }
 for n in 2 3 4; do every $n; done
@@ -98,7 +100,8 @@ check ranks/ends_at_once ends _exit 0 '[1-9][0-9]*' 20 ''
 check ranks/killed_0 ends kill 0 '137|9' 20 ''
 check ranks/killed_2 ends kill 2 '137|9' 20 ''
 # (in a build that compares counts first, that is where it waits)
-check ranks/hangs ends hang 1 1 25 'error: rank [02] waited 2 s in (all-to-all|setup) for rank [012]'
+check ranks/hangs ends hang 1 1 25 \
+    'error: rank [02] waited 2 s in (all-to-all|setup) for rank [012]'
 check ranks/other_counts ends counts 1 1 20 'rank 1 sends 4 rows to rank 2, which expects 5'
 check ranks/too_short ends short 1 1 20 'rank 2: all-to-all: rank 1 sent 16 bytes where 20 were'
 check ranks/too_long ends long 0 1 20 'rank 1: all-to-all: rank 0 sent more than the 20 bytes'
