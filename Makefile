@@ -1,6 +1,6 @@
 # Builds train_moe (the trainer and its other commands) and its tests: test_moe (what it computes),
 # test_golden (the same beside transformers), test_files (what it reads and writes), test_tokens
-# (text to tokens), test_fuzz (hostile files). `make help` lists the targets.
+# (text to tokens), test_fuzz (hostile files), test_comm (ranks). `make help` lists the targets.
 #
 # Objects and programs live in build/NAME, one folder for each compiler and set of flags, so that
 # builds never mix: build/cc, build/clang, build/cc-san, build/cc-portable. The programs are linked
@@ -22,6 +22,7 @@ PORTABLE ?=# 1: no -march=native; on x86-64 one program, which picks AVX2 or AVX
 SAN      ?=# 1: address and undefined-behaviour sanitizers
 OPENMP   ?= 1# 0: build without, even where it is there
 PCRE2    ?= 1# the same
+MPI      ?= 1# the same: ranks; found through mpicc, whose flags go to CC
 CUDA     ?=# 1: CUDA kernels, wherever nvcc is; 0: none; otherwise where there is a GPU too
 CUDA_ARCH ?=# "80 90": for these; otherwise for the GPUs here, else sm_80, sm_90 and nvcc's newest
 NVCC     ?=# nvcc, where it is neither in the PATH nor in /usr/local/cuda/bin
@@ -67,6 +68,7 @@ CUSTOM := $(strip $(filter-out -O3 -g,$(CFLAGS)) $(CPPFLAGS) $(LDFLAGS) $(OWN_CX
 NAME   := $(subst /,_,$(subst $(space),_,$(strip $(CC))))
 NAME   := $(NAME)$(if $(call on,$(SAN)),-san)$(if $(call on,$(PORTABLE)),-portable)
 NAME   := $(NAME)$(if $(call off,$(OPENMP)),-no-openmp)$(if $(call off,$(PCRE2)),-no-pcre2)
+NAME   := $(NAME)$(if $(call off,$(MPI)),-no-mpi)
 NAME   := $(NAME)$(if $(CUDA),$(if $(call on,$(CUDA)),-cuda,-no-cuda))
 NAME   := $(NAME)$(if $(CUSTOM),-$(firstword $(shell printf '%s' '$(CUSTOM)' | cksum)))
 B      := build/$(NAME)
@@ -93,6 +95,10 @@ PROBES = tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	jansson() { links jansson.h 'json_decref(NULL);' -ljansson; }; \
 	stb() { links stb/stb_ds.h '' ''; }; \
 	pcre2() { links pcre2.h 'pcre2_code_free(NULL);' '-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8'; }; \
+	mpi_cflags() { mpicc -show 2>/dev/null | tr ' ' '\n' | sed -n 's/^-I/-isystem /p; /^-D/p'; }; \
+	mpi_libs() { mpicc -show 2>/dev/null | tr ' ' '\n' | grep -E '^-(L|l|Wl,|pthread)'; }; \
+	mpi() { [ '$(call on,$(MPI))' ] && \
+	    links mpi.h 'MPI_Init(NULL, NULL);' "$$(mpi_cflags) $$(mpi_libs)"; }; \
 	openmp() { [ '$(call on,$(OPENMP))' ] && \
 	    links omp.h 'return omp_get_max_threads() < 1;' -fopenmp; }; \
 	cxx() { printf 'int main() { if constexpr (sizeof(int) > 1) return 0; else return 1; }\n' \
@@ -151,11 +157,15 @@ $(CONFIG): Makefile
 	pcre=; [ '$(call on,$(PCRE2))' ] && pcre2 && pcre=-lpcre2-8; \
 	cxx=; cxx $$omp && cxx=1; \
 	sms=; cudalib=; cudasaid=off; $(CONFIGURE_CUDA); \
+	mpi_c=; mpi_l=; mpi && mpi_c=$$(echo $$(mpi_cflags)) && mpi_l=$$(echo $$(mpi_libs)); \
 	{ echo "TARGET := $$($(CC) -dumpmachine)"; \
 	  echo "ARCH := $$arch"; \
 	  echo "OMP := $${omp:--Wno-unknown-pragmas}"; \
 	  echo "PCRE2_LIB := $$pcre"; \
+	  echo "MPI_CFLAGS := $$mpi_c"; \
+	  echo "MPI_LIBS := $$mpi_l"; \
 	  echo "FOUND := OpenMP $$([ "$$omp" ] && echo on || echo 'off (one thread)')\$$(comma)"; \
+	  echo "FOUND += MPI $$([ "$$mpi_l" ] && echo on || echo 'off (one rank)')\$$(comma)"; \
 	  echo "CXX_WORKS := $$cxx"; \
 	  echo "CUDA_SMS := $$sms"; \
 	  echo "CUDA_NVCC := $$nvcc"; \
@@ -173,7 +183,7 @@ include $(CONFIG)
 endif
 
 # ---- the programs --------------------------------------------------------------------------------
-DEFINES = $(if $(PCRE2_LIB),-DUSE_PCRE2)
+DEFINES = $(if $(PCRE2_LIB),-DUSE_PCRE2) $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
 COMPILE = $(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(WARNINGS) $(DEFINES) $(CPPFLAGS) $(MODE) -MMD -MP
 LIBS    = $(PCRE2_LIB) -ljansson -lm
 LINKER  = $(if $(filter $(CUDA_OBJECT) $(B)/moe_emulated.o,$^),$(CXX),$(CC))
@@ -201,7 +211,7 @@ EMULATED := $(B)/moe_emulated.o
 $(E)/train_moe.o $(B)/test_moe.o: DEFINES += -DHAVE_EMULATED
 endif
 
-TESTS    := test_moe test_golden test_files test_tokens test_fuzz $(if $(EMULATED),test_emulated)
+TESTS    := test_moe test_golden test_files test_tokens test_fuzz test_comm $(if $(EMULATED),test_emulated)
 PROGRAMS := $(B)/train_moe $(TESTS:%=$(B)/%)
 # The root's programs are links to the last build that `make` made; a sanitizer build never takes
 # their place, nor does `make test` with settings of its own.
@@ -228,6 +238,9 @@ $(B)/test_files: $(B)/test_files.o
 $(B)/test_tokens: $(B)/test_tokens.o
 	$(LINK)
 $(B)/test_fuzz: $(B)/test_fuzz.o
+	$(LINK)
+$(B)/test_comm: LIBS += $(MPI_LIBS)
+$(B)/test_comm: $(B)/test_comm.o
 	$(LINK)
 
 $(B)/%.o: %.c $(CONFIG)
@@ -355,16 +368,21 @@ MISSING = deb=; rpm=; arch=; brew=; \
 	needed=$$deb; \
 	easy() { has apt-get && [ "$$(id -u)" = 0 ]; }; \
 	pcre2 || { easy && need libpcre2-dev pcre2-devel pcre2 pcre2; }; \
-	cxx || { easy && need g++ gcc-c++ gcc gcc; }
-# PCRE2 and a C++ compiler are optional, seconds of work where packages can be installed, and `make
-# test` is then whole: so they come along, but only there, and nothing stops when they cannot be
-# had.
+	cxx || { easy && need g++ gcc-c++ gcc gcc; }; \
+	[ -z '$(if $(filter test,$(MAKECMDGOALS)),$(call on,$(MPI)))' ] || { mpi && has mpirun; } || { \
+	    easy && need libopenmpi-dev openmpi-devel openmpi open-mpi && \
+	    need openmpi-bin openmpi openmpi open-mpi; }
+# PCRE2, a C++ compiler and, for the tests, an MPI are optional, quickly there where packages can be
+# installed, and `make test` is then whole: so they come along, but only there, and nothing stops
+# when they cannot be had.
 # What the optional tests use: a second compiler, an ARM build and a machine to run it, gnuplot.
 MISSING_OPTIONAL = \
 	try() { printf '$(hash)include <stdio.h>\nint main(void) { return puts("") < 0; }\n' | \
 	    "$$@" -x c - -o "$$tmp/probe" >/dev/null 2>&1; }; \
 	cxx || need g++ gcc-c++ gcc gcc; \
 	pcre2 || need libpcre2-dev pcre2-devel pcre2 pcre2; \
+	{ mpi && has mpirun; } || { need libopenmpi-dev openmpi-devel openmpi open-mpi; \
+	    need openmpi-bin openmpi openmpi open-mpi; }; \
 	has clang || need clang clang clang llvm; \
 	has clang-format || need clang-format clang-tools-extra clang llvm; \
 	try clang -fopenmp || need libomp-dev libomp-devel openmp libomp; \
@@ -450,5 +468,5 @@ help:
 	@echo 'make lint         cppcheck, clang-tidy and clang-format, which must find nothing'
 	@echo 'make format       clang-format on every source'
 	@echo 'make clean        remove what was built (never out/ or data/text/)'
-	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)  OPENMP=0  PCRE2=0'
-	@echo '          CUDA=1 or 0  CUDA_ARCH="80 90"  NVCC=/path/nvcc  CXX=clang++'
+	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)'
+	@echo '          OPENMP=0  PCRE2=0  MPI=0  CUDA=1 or 0  CUDA_ARCH="80 90"  NVCC=/path/nvcc  CXX=clang++'

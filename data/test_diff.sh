@@ -173,7 +173,8 @@ example() {
     command=$(sed -n 's|^    ./test_moe \(diff .*--with add.cu.*\)|\1|p' "$root/README.md")
     [ -n "$command" ] || no 'no command in the README'
     run 0 diff_ ${command#diff } --with "$PWD/add.cu"
-    [ "$(grep -c '^add .* ok$' stdout)" = 2 ] || no "found: $(tail -n 2 stdout)"
+    [ "$(grep -c '^add .* add.cu .* ok$' stdout)" = 3 ] || no "found: $(tail -n 2 stdout)"
+    said '^6 lines, 0 failed$' stdout
     sed 's/i < n/i <= n/' add.cu >wrong.cu
     cmp -s add.cu wrong.cu && no 'the README has another condition'
     run 1 diff_ ${command#diff } --with "$PWD/wrong.cu"
