@@ -29,11 +29,8 @@
    Read from the top: types, fibers, meetings, launch, memory, PTX twins, runtime. */
 #ifndef CUDA_CPU_H
 #define CUDA_CPU_H
-#undef _FORTIFY_SOURCE // its longjmp knows one stack only
 
-#include <setjmp.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -211,6 +208,53 @@ template <class T> static inline T __ldg(const T *p) { return *p; }
 // -------------------------------------------------------------------------------------------------
 // fibers
 
+/* A place to go on from, on a stack of its own. swapcontext does it everywhere, but asks the kernel for
+   the signal mask each time; on x86-64 it is a dozen instructions: the registers that a function
+   must keep are pushed, the stack pointer changes, and those of the other side are popped. */
+#ifdef __x86_64__
+struct CudaCpuPlace {
+    void *sp;
+};
+asm(".text\n"
+    ".weak cuda_cpu_switch\n"
+    ".hidden cuda_cpu_switch\n"
+    ".type cuda_cpu_switch, @function\n"
+    "cuda_cpu_switch:\n"
+    "    pushq %rbp\n    pushq %rbx\n    pushq %r12\n"
+    "    pushq %r13\n    pushq %r14\n    pushq %r15\n"
+    "    movq %rsp, (%rdi)\n"
+    "    movq (%rsi), %rsp\n"
+    "    popq %r15\n    popq %r14\n    popq %r13\n"
+    "    popq %r12\n    popq %rbx\n    popq %rbp\n"
+    "    ret\n"
+    ".size cuda_cpu_switch, . - cuda_cpu_switch\n");
+extern "C" void cuda_cpu_switch(CudaCpuPlace *from, CudaCpuPlace *to);
+static inline void cuda_cpu_prepare(
+    CudaCpuPlace *at, char *stack, size_t size, void (*start)(void)) {
+    void **top = (void **)(stack + size); // a multiple of 16
+    *--top = nullptr;                     // start never returns; it is entered as by a call
+    *--top = (void *)start;
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    at->sp = top;
+}
+#else
+#include <ucontext.h>
+struct CudaCpuPlace {
+    ucontext_t context;
+};
+static inline void cuda_cpu_switch(CudaCpuPlace *from, CudaCpuPlace *to) {
+    swapcontext(&from->context, &to->context);
+}
+static inline void cuda_cpu_prepare(
+    CudaCpuPlace *at, char *stack, size_t size, void (*start)(void)) {
+    getcontext(&at->context);
+    at->context.uc_stack.ss_sp = stack;
+    at->context.uc_stack.ss_size = size;
+    at->context.uc_link = nullptr;
+    makecontext(&at->context, start, 0);
+}
+#endif
+
 namespace cuda_cpu {
 
 enum {
@@ -246,8 +290,7 @@ struct Fiber {
     Copy *copy;
     int copies, room, group; // group: that of the next copies
     char *stack;
-    ucontext_t context;
-    jmp_buf at;
+    CudaCpuPlace at;
 };
 
 struct Block {
@@ -287,8 +330,7 @@ struct Worker {
     Fiber *self; // the one that runs
     Warp *warp;
     Block *block;
-    ucontext_t scheduler;
-    jmp_buf back;
+    CudaCpuPlace at; // where it was when it entered a fiber
 #ifdef CUDA_CPU_ASAN
     void *fake_stack;
     const void *bottom;
@@ -329,19 +371,18 @@ static inline uint64_t draw(uint64_t *state) { // xorshift [Marsaglia 2003]
     _exit(1);
 }
 
-// Leaves the running fiber; comes back when the scheduler picks it again. Of the two ways to switch,
-// swapcontext is the one that the address sanitizer can be told of; it asks the kernel for
-// the signal mask each time, which _setjmp does not.
+// Leaves the running fiber; comes back when the scheduler picks it again. The address sanitizer is
+// told of the stacks.
 static inline void leave() {
     Worker *w = worker;
     Fiber *f = w->self;
 #ifdef CUDA_CPU_ASAN
     void *fake = nullptr;
     __sanitizer_start_switch_fiber(&fake, w->bottom, w->size);
-    swapcontext(&f->context, &w->scheduler);
+#endif
+    cuda_cpu_switch(&f->at, &w->at);
+#ifdef CUDA_CPU_ASAN
     __sanitizer_finish_switch_fiber(fake, &w->bottom, &w->size);
-#else
-    if (!_setjmp(f->at)) _longjmp(w->back, 1);
 #endif
 }
 
@@ -360,24 +401,14 @@ static void fiber_main() {
 
 static inline void enter(Worker *w, Fiber *f) {
     w->self = f;
-    if (!f->started) {
-        getcontext(&f->context);
-        f->context.uc_stack.ss_sp = f->stack;
-        f->context.uc_stack.ss_size = STACK;
-        f->context.uc_link = nullptr;
-        makecontext(&f->context, fiber_main, 0);
-    }
-#ifdef CUDA_CPU_ASAN
+    if (!f->started) cuda_cpu_prepare(&f->at, f->stack, STACK, fiber_main);
     f->started = 1;
+#ifdef CUDA_CPU_ASAN
     __sanitizer_start_switch_fiber(&w->fake_stack, f->stack, STACK);
-    swapcontext(&w->scheduler, &f->context);
+#endif
+    cuda_cpu_switch(&w->at, &f->at);
+#ifdef CUDA_CPU_ASAN
     __sanitizer_finish_switch_fiber(w->fake_stack, nullptr, nullptr);
-#else
-    if (!_setjmp(w->back)) {
-        if (f->started) _longjmp(f->at, 1);
-        f->started = 1;
-        setcontext(&f->context);
-    }
 #endif
     w->self = nullptr;
 }
