@@ -256,6 +256,8 @@ $(B)/moe_avx512.o: moe_cpu.c $(CONFIG)
 	    -Dbackend_cpu=backend_avx512 -c $< -o $@
 
 # ---- the kernels ---------------------------------------------------------------------------------
+# At -O1, and -O0 with the sanitizers: compiling is what takes time.
+EMULATED_MODE = $(patsubst -O1,-O0,$(MODE))
 EMULATED_CXX = $(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(patsubst -O3,-O1,$(CFLAGS)) $(ARCH) $(OMP) \
     -Wno-unknown-pragmas $(CPPFLAGS) -I. -include cuda_cpu.h
 # On the CPU: launches and shared memory are rewritten by data/cuda_cpu.sed, which says how; the
@@ -263,7 +265,7 @@ EMULATED_CXX = $(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(patsubst -O3
 $(B)/%_cpu.cpp: %.cu data/cuda_cpu.sed $(CONFIG)
 	{ echo '$(hash)line 1 "$<"'; sed -z -E -f data/cuda_cpu.sed $<; } >$@
 $(B)/moe_emulated.o: $(B)/moe_kernels_cpu.cpp cuda_cpu.h $(CONFIG)
-	$(EMULATED_CXX) $(WARNINGS) $(MODE) -MMD -MP -Dbackend_cuda=backend_emulated -c $< -o $@
+	$(EMULATED_CXX) $(WARNINGS) $(EMULATED_MODE) -MMD -MP -Dbackend_cuda=backend_emulated -c $< -o $@
 
 # train_moe with the emulated device: the other objects are those of the ordinary build.
 $(B)/test_emulated.o: $(B)/test_emulated_cpu.cpp cuda_cpu.h $(CONFIG)
