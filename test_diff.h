@@ -53,7 +53,7 @@ static const Shape shapes[] = {
     {"one-kv-head", 2, 11, 29, 40, 6, 1, 10, 4, 4, 6, 4},
     {"tiles", 1, 160, 192, 128, 4, 2, 32, 4, 2, 104, 4},         // more than one of 64 and of 128
     {"tiles-and-more", 2, 150, 130, 128, 2, 1, 64, 5, 2, 64, 5}, // and every group is large
-    {"many-rows", 50, 41, 300, 4, 1, 1, 2, 5, 4, 3, 5}, // sorts of many blocks, two digits of ids
+    {"many-rows", 61, 42, 300, 4, 1, 1, 2, 5, 4, 3, 5}, // sorts of many blocks, two digits of ids
     {"many-weights", 1, 2, 4, 64, 1, 1, 4, 64, 1, 64, 64}, // more pieces than blocks
     {"wide-heads", 1, 66, 11, 10, 2, 1, 136, 3, 2, 4, 3},  // dK and dV in strips
     {"heads-of-128", 1, 66, 11, 10, 2, 1, 128, 3, 2, 4, 3},
