@@ -29,6 +29,7 @@ NVCC     ?=# nvcc, where it is neither in the PATH nor in /usr/local/cuda/bin
 NVCCFLAGS ?= -O3 -lineinfo
 TEXT     ?=# a text file or folder for `make train`, instead of the fetched texts
 FUZZ_S   ?= 60# seconds of `make fuzz` for each target
+ONLY     ?=# one mutant of `make mutate`, or one group of them
 
 # The same bits from gcc and clang, at any optimisation level: no contraction of a*b+c (gemm.h asks
 # for fused multiply-adds where it wants them), nothing from the -ffast-math family.
@@ -73,6 +74,7 @@ NAME   := $(NAME)$(if $(CUDA),$(if $(call on,$(CUDA)),-cuda,-no-cuda))
 NAME   := $(NAME)$(if $(CUSTOM),-$(firstword $(shell printf '%s' '$(CUSTOM)' | cksum)))
 B      := build/$(NAME)
 E      := $(B)-emulated
+M      := $(B)-mutate
 CONFIG := $(B)/config.mk
 
 ifneq ($(call on,$(SAN)),)
@@ -80,7 +82,7 @@ MODE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-
 endif
 
 .PHONY: all programs emulated gpu-check gpu-check-run kernel-report kernel-report-run plot lint \
-    fuzz fuzz-run train train-run test test-run deps deps-all format clean help FORCE
+    fuzz fuzz-run mutate train train-run test test-run deps deps-all format clean help FORCE
 all:
 
 # ---- probes --------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ endif
 DEFINES = $(if $(PCRE2_LIB),-DUSE_PCRE2) $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
 COMPILE = $(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(WARNINGS) $(DEFINES) $(CPPFLAGS) $(MODE) -MMD -MP
 LIBS    = $(PCRE2_LIB) -ljansson -lm
-LINKER  = $(if $(filter $(CUDA_OBJECT) $(B)/moe_emulated.o,$^),$(CXX),$(CC))
+LINKER  = $(if $(filter $(CUDA_OBJECT) %/moe_emulated.o,$^),$(CXX),$(CC))
 LINK    = $(LINKER) $(CFLAGS) $(ARCH) $(OMP) $(MODE) -o $@ $(filter %.o,$^) $(LDFLAGS) $(LIBS) \
     $(if $(CUDA_OBJECT),$(CUDA_LIBS))
 
@@ -262,9 +264,11 @@ EMULATED_CXX = $(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(patsubst -O3
     -Wno-unknown-pragmas $(CPPFLAGS) -I. -include cuda_cpu.h
 # On the CPU: launches and shared memory are rewritten by data/cuda_cpu.sed, which says how; the
 # rest of CUDA is in cuda_cpu.h. The line numbers are those of the kernels.
+EMULATED_SOURCE = { echo '$(hash)line 1 "$<"'; sed -z -E -f data/cuda_cpu.sed $<; } >$@
 $(B)/%_cpu.cpp: %.cu data/cuda_cpu.sed $(CONFIG)
-	{ echo '$(hash)line 1 "$<"'; sed -z -E -f data/cuda_cpu.sed $<; } >$@
-$(B)/moe_emulated.o: $(B)/moe_kernels_cpu.cpp cuda_cpu.h $(CONFIG)
+	$(EMULATED_SOURCE)
+$(B)/moe_emulated.o $(M)/moe_emulated.o: %/moe_emulated.o: \
+    %/moe_kernels_cpu.cpp cuda_cpu.h $(CONFIG)
 	$(EMULATED_CXX) $(WARNINGS) $(EMULATED_MODE) -MMD -MP -Dbackend_cuda=backend_emulated -c $< -o $@
 
 # train_moe with the emulated device: the other objects are those of the ordinary build.
@@ -282,6 +286,22 @@ emulated: $(if $(EMULATED),$(E)/train_moe)
 	    'CXX=NAME names another, make deps-all installs one' >&2; exit 2; }
 	@[ '$(call on,$(SAN))' ] || ln -sfn $(E)/train_moe train_moe_emulated
 	@echo "$(E)/train_moe: --device emulated runs moe_kernels.cu on the CPU"
+
+# The kernels with a fault to switch on at every place of data/mutants.tsv, and the tests on them:
+# data/mutate.sh says how. The other objects are those of the ordinary build.
+$(M)/moe_kernels.cu: moe_kernels.cu data/mutants.tsv data/mutate.sh
+	@mkdir -p $(@D)
+	bash data/mutate.sh --switch >$@
+$(M)/moe_kernels_cpu.cpp: $(M)/moe_kernels.cu data/cuda_cpu.sed $(CONFIG)
+	$(EMULATED_SOURCE)
+$(M)/moe_emulated.o: WARNINGS := -w# a fault may well be one
+$(M)/test_moe: LIBS += -ldl
+$(M)/test_moe: $(B)/test_moe.o $(CPU) $(B)/moe_f64.o $(CUDA_OBJECT) $(M)/moe_emulated.o
+	$(LINK)
+mutate: $(if $(EMULATED),$(M)/test_moe)
+	@[ '$(EMULATED)' ] || { echo 'mutate: $(CXX) compiles no C++17 here' \
+	    '(or sed knows no -z)' >&2; exit 2; }
+	@ONLY='$(ONLY)' bash data/mutate.sh $(M)/test_moe
 
 # By nvcc: one object for all builds, made anew when its sources or the command change. What ptxas
 # says of each kernel, and the PTX, stay beside it for `make kernel-report`; the rest that nvcc keeps
@@ -315,7 +335,7 @@ gpu-check-run: $(B)/train_moe $(B)/test_moe
 train_moe $(TESTS): %: FORCE $(B)/%
 	@[ "$$(readlink $@)" = $(B)/$@ ] || ln -sfn $(B)/$@ $@
 
--include $(wildcard $(B)/*.d $(E)/*.d $(CUDA_OBJECT:.o=.d))
+-include $(wildcard $(B)/*.d $(E)/*.d $(M)/*.d $(CUDA_OBJECT:.o=.d))
 
 # ---- the two commands ----------------------------------------------------------------------------
 # Each in two parts: the second make starts when the libraries are there, and probes for them.
@@ -463,6 +483,7 @@ help:
 	@echo 'make emulated     train_moe_emulated, which runs the CUDA kernels on the CPU'
 	@echo 'make gpu-check    the kernels on a GPU: against the reference, in training, and how fast'
 	@echo 'make kernel-report  registers, spills, shared memory and occupancy of every kernel (nvcc)'
+	@echo 'make mutate       faults put into the kernels, one at a time: the share that tests find'
 	@echo 'make deps         install the libraries needed (apt; elsewhere prints their names)'
 	@echo 'make deps-all     and what is optional: C++, clang, an ARM compiler and emulator, gnuplot'
 	@echo 'make plot         pictures of a run (RUN=out/tiny-1), with gnuplot'

@@ -2,12 +2,13 @@
    test_moe.c.
 
      ./test_moe diff [--op NAME] [--dtype fp32|bf16] [--device cpu|cuda|emulated] [--seed N]
-                     [--shape KEY=VAL,...] [--with FILE] [--list]
+                     [--shape KEY=VAL,...] [--with FILE] [--stop] [--list]
 
    prints a line for every operation, shape and tensor: the relative Frobenius error, the largest
    absolute error and where it is, the limit, the time of the operation. It exits with 0, 1 if one
    is beyond its limit, 2 for a flag that is wrong. --with compiles a file that exports one
-   operation under its name in Backend, and puts its lines beside those of the built-in one.
+   operation under its name in Backend, and puts its lines beside those of the built-in one. --stop
+   ends it at the first line that fails.
 
    The operations and their steps are those of test_ops.h, in variants (norms, routers, plans that
    drop slots, decoding with a cache, the optimisers): a family is a function that makes all
@@ -51,8 +52,12 @@ static const Shape shapes[] = {
     {"off-every-tile", 3, 23, 101, 67, 3, 3, 22, 7, 3, 37, 7},
     {"T1", 5, 1, 23, 18, 4, 2, 6, 3, 2, 13, 3},
     {"one-kv-head", 2, 11, 29, 40, 6, 1, 10, 4, 4, 6, 4},
-    {"tiles", 1, 160, 192, 128, 4, 2, 32, 4, 2, 96, 4}, // more than one of 64 and of 128
-    {"tiles-and-more", 2, 150, 130, 128, 2, 1, 64, 8, 2, 64, 8},
+    {"tiles", 1, 160, 192, 128, 4, 2, 32, 4, 2, 104, 4},         // more than one of 64 and of 128
+    {"tiles-and-more", 2, 150, 130, 128, 2, 1, 64, 5, 2, 64, 5}, // and every group is large
+    {"many-rows", 61, 42, 300, 4, 1, 1, 2, 5, 4, 3, 5}, // sorts of many blocks, two digits of ids
+    {"many-weights", 1, 2, 4, 64, 1, 1, 4, 64, 1, 64, 64}, // more pieces than blocks
+    {"wide-heads", 1, 66, 11, 10, 2, 1, 136, 3, 2, 4, 3},  // dK and dV in strips
+    {"heads-of-128", 1, 66, 11, 10, 2, 1, 128, 3, 2, 4, 3},
 };
 
 static uint64_t shape_draws;
@@ -139,7 +144,7 @@ static struct Diff {
     void (*with_seed)(uint64_t); // emulated_seed of its own copy of cuda_cpu.h
     const char *op, *shape;      // of the lines that are wanted now
     uint64_t seed;
-    int print, lines, failed;
+    int print, stop, lines, failed; // stop: at the first failure
 } diff;
 
 static const char *dtype_name(const Backend *b) { return b->act_type == BF16 ? "bf16" : "fp32"; }
@@ -212,6 +217,10 @@ static void report(const char *op, const char *variant, const char *tensor, cons
     if (diff.with) printf(" %-14s", by);
     printf(" %8.1e %8.1e @%-7zu %5.0e %9.3f  %s%s\n", l.error, l.worst, l.at, limit, ms,
         l.why ? "FAIL: " : "ok", l.why ? l.why : "");
+    if (l.why && diff.stop) {
+        printf("%d lines, %d failed\n", diff.lines, diff.failed);
+        exit(1);
+    }
 }
 
 // root mean square of what was written
@@ -593,7 +602,10 @@ static void diff_select(const Shape *s) {
         double *logits = random_array(&o, "logits", STAT, (size_t)N * E, 1, 0);
         double *lse = array(&o, "lse", STAT, N);
         for (int k = 0; k < N * K; k++) weight[k] = (1 + below(4)) / 4.0;
-        for (int k = 0; k < N * E; k++) logits[k] = floor(2 * logits[k]) / 2;
+        for (int k = 0; k < N * E; k++) {
+            logits[k] = floor(2 * logits[k]) / 2;
+            if (logits[k] == 0 && below(2)) logits[k] = -0.0; // the same rank as 0
+        }
         for (int n = 0; n < N; n++) lse[n] = below(8) / 4.0;
         double *moved = array(&o, "moved", INTS, 2);
         moved[0] = 3, moved[1] = 5;
@@ -975,7 +987,7 @@ static void diff_shapes(int op, const Shape *given) {
 static int diff_command(int argc, char **argv) {
     static const struct option flags[] = {{"op", 1, NULL, 'o'}, {"dtype", 1, NULL, 't'},
         {"shape", 1, NULL, 's'}, {"seed", 1, NULL, 'r'}, {"device", 1, NULL, 'd'},
-        {"with", 1, NULL, 'w'}, {"list", 0, NULL, 'l'}, {NULL, 0, NULL, 0}};
+        {"with", 1, NULL, 'w'}, {"list", 0, NULL, 'l'}, {"stop", 0, NULL, 'e'}, {NULL, 0, NULL, 0}};
     const char *device = "cpu", *file = NULL;
     DType type = F32;
     Shape given = {0};
@@ -1001,11 +1013,12 @@ static int diff_command(int argc, char **argv) {
         case 'd': device = optarg; break;
         case 'w': file = optarg; break;
         case 'l': list = 1; break;
+        case 'e': diff.stop = 1; break;
         case ':': die(USER_ERROR, "diff: expected a value after '%s'", argv[optind - 1]);
         default:
             die(USER_ERROR,
-                "diff: expected --op, --dtype, --shape, --seed, --device, --with or --list, "
-                "found '%s'",
+                "diff: expected --op, --dtype, --shape, --seed, --device, --with, --stop or "
+                "--list, found '%s'",
                 argv[optind - 1]);
         }
     if (optind < argc) die(USER_ERROR, "diff: expected a flag, found '%s'", argv[optind]);

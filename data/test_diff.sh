@@ -36,14 +36,14 @@ prints() {
         said "^rmsnorm_forward +$shape +[^ ]+ +out +[0-9.e-]+ +[0-9.e-]+ @[0-9]+ +1e-05 .* ok$" \
             stdout
     done
-    said '^60 lines, 0 failed$' stdout
-    [ "$(wc -l <stdout)" = 63 ] || no "$(wc -l <stdout) lines, expected 63"
+    said '^68 lines, 0 failed$' stdout
+    [ "$(wc -l <stdout)" = 71 ] || no "$(wc -l <stdout) lines, expected 71"
 }
 # The operations are those of struct Backend, all of them.
 lists() {
     local op
     run 0 diff_ --list
-    [ "$(grep -c '^shape' stdout)" = 30 ] || no "$(grep -c '^shape' stdout) shapes, expected 30"
+    [ "$(grep -c '^shape' stdout)" = 34 ] || no "$(grep -c '^shape' stdout) shapes, expected 34"
     for op in $(sed -n '/^typedef struct Backend/,/^} Backend/s/^    void (\*\([a-z_]*\))(.*/\1/p' \
         "$root/moe.h"); do
         case $op in release | to_device | to_host | zero | sync) continue ;; esac
@@ -77,9 +77,9 @@ check diff/seeds seeds
 right() {
     rmsnorm '' >right.c
     run 0 diff_ --with "$PWD/right.c"
-    [ "$(grep -c 'right.c .* ok$' stdout)" = 60 ] &&
-        [ "$(grep -c 'built-in .* ok$' stdout)" = 60 ] ||
-        no "not 60 lines each: $(tail -n 1 stdout)"
+    [ "$(grep -c 'right.c .* ok$' stdout)" = 68 ] &&
+        [ "$(grep -c 'built-in .* ok$' stdout)" = 68 ] ||
+        no "not 68 lines each: $(tail -n 1 stdout)"
     run 0 diff_ --with "$PWD/right.c" --op rmsnorm_forward --shape C=9
 }
 wrong() { # WHAT IS SAID, STEP
@@ -96,6 +96,14 @@ check diff/with_not_written wrong 'not a number' 'if (n == N - 1) memset(&rstd[n
 check diff/with_changed_input wrong 'changed weight' '((float *)(uintptr_t)weight)[0] += 1e-3f;'
 check diff/with_other_bits wrong 'a second run gives other bits' \
     'static float drift; rstd[n] *= 1 + (drift += 2e-7f);'
+
+stops() {
+    rmsnorm 'if (n == N - 1) out[n * C] *= 1.01f;' >wrong.c
+    run 1 diff_ --with "$PWD/wrong.c" --stop
+    [ "$(grep -c FAIL: stdout)" = 1 ] || no "$(grep -c FAIL: stdout) failures, expected 1"
+    said '^[0-9]+ lines, 1 failed$' stdout
+}
+check diff/stop stops
 
 not_to_be_had() {
     export TMPDIR=$PWD/tmp
