@@ -333,7 +333,7 @@ static double product_rate(const Backend *b, int n, int runs) {
     const ScratchShape shape = {1, n, n, n, 0};
     char *a = b->alloc(2 * square * b->act_size), *w = b->alloc(square * b->mat_size);
     void *scratch = b->alloc(b->scratch_bytes(&c, &shape));
-    double *row = malloc(square * sizeof *row);
+    double *row = calloc(square, sizeof *row);
     if (!a || !w || !scratch || !row) die(RUN_ERROR, "no memory for bench");
     for (size_t i = 0; i < square; i++) row[i] = counter_uniform(1, 2, i) - 0.5;
     host_to(b, b->act_type, a, row, square);
@@ -493,10 +493,10 @@ static json_t *beside_cublas(
 }
 #endif
 
-/* Our products beside those of cuBLAS, after a step of the model: the one that makes q, k and v; a large
-   square one; and the first of the experts, as the step routed it. For that one cuBLAS multiplies as
-   many rows by the matrix of one expert: no group ends within a tile, no row is gathered. NULL where
-   there is no cuBLAS. */
+/* Our products beside those of cuBLAS, after a step of the model: the one that makes q, k and v; a
+   large square one; and the first of the experts, as the step routed it. For that one cuBLAS
+   multiplies as many rows by the matrix of one expert: no group ends within a tile, no row is
+   gathered. NULL where there is no cuBLAS. */
 static json_t *bench_cublas(const Stepper *s, const Options *o) {
 #ifdef HAVE_CUDA
     enum { RUNS = 15, SIDE = 4096 };

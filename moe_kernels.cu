@@ -41,7 +41,7 @@ typedef __nv_bfloat16 bf16;
 __device__ inline unsigned shared_address(const void *p) {
     return (unsigned)__cvta_generic_to_shared(p);
 }
-// 16 bytes, aligned. Said to the assembler: of a uint4 that is stored nvcc at times makes eight pieces.
+// 16 bytes, aligned. The store is in PTX: nvcc at times makes eight pieces of an ordinary one.
 __device__ inline uint4 load16(const void *p) { return *(const uint4 *)p; }
 __device__ inline void store16(void *p, uint4 v) {
     asm volatile("st.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -72,8 +72,8 @@ __device__ inline void ldmatrix_x4_trans(unsigned *r, const void *row) {
                  : "r"(shared_address(row))
                  : "memory");
 }
-/* What a kernel says of the dynamic shared memory that it is launched with. On the GPU a remark in its
-   PTX, for `make kernel-report`; the twin ends the program where a launch does otherwise. */
+/* What a kernel says of the dynamic shared memory that it is launched with. On the GPU a remark in
+   its PTX, for `make kernel-report`; the twin ends the program where a launch does otherwise. */
 template <int bytes> __device__ inline void takes_shared() {
     asm volatile("// dynamic shared memory: %0\n" ::"n"(bytes));
 }

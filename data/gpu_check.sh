@@ -6,8 +6,8 @@
 #     diff        every operation against the double reference, fp32 and bf16
 #     parity      training runs beside the CPU's, and what must be the same bits; both types
 #     devices     two runs, a resumed run, batches of another size: the same bits (data/test_devices.sh)
-#     sanitizer   compute-sanitizer, where there is one: memory, races and barriers of every operation at
-#                 one shape, of several tiles and off their sizes
+#     sanitizer   compute-sanitizer, where there is one: memory, races and barriers of every
+#                 operation at one shape, of several tiles and off their sizes
 #     bench       every operation's time, fp32 and bf16, and cuBLAS beside it; shown as it comes
 #
 # Exit status 1 if a step failed. TRAIN and TEST name the programs.
@@ -33,7 +33,8 @@ step() { # NAME SECONDS COMMAND...
         0) summary+=("$(printf '%-24s ok    %4d s' "$name" $((SECONDS - at)))") ;;
         124) summary+=("$(printf '%-24s FAIL  %4d s  still running' "$name" "$limit")") ;;
         *) summary+=("$(printf '%-24s FAIL  %4d s  status %d: %s' "$name" $((SECONDS - at)) $status \
-            "$(grep -hE '^FAIL|FAIL$|error:|ERROR|failed' "$work/out" "$work/err" | head -n 1)")") ;;
+            "$(grep -hE '^FAIL|FAIL$|error:|ERROR|failed' "$work/out" "$work/err" |
+                head -n 1)")") ;;
     esac
     [ $status = 0 ] || {
         failed=$((failed + 1))

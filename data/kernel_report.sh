@@ -4,16 +4,16 @@
 #
 #     regs        registers a thread
 #     spill       bytes a thread that registers had no room for, stores and loads together
-#     smem        bytes of shared memory a block: what the compiler knows, and what the kernel says with
-#                 takes_shared (moe_kernels.cu) of its launch; a + where it does not say: by the sizes
+#     smem        bytes of shared memory a block: what the compiler knows, and what the kernel says
+#                 with takes_shared (moe_kernels.cu) of its launch; + where that depends on the model
 #     threads     of a block, from __launch_bounds__; without them 256 are assumed, and marked ?
-#     occupancy   warps that fit a multiprocessor, of the most there can be, by those four; 0%: a block
-#                 takes more shared memory than this architecture gives one
+#     occupancy   warps that fit a multiprocessor, of the most there can be, by those four; 0%: a
+#                 block takes more shared memory than there is
 #     mma, 16 B   matrix instructions and 16-byte accesses (also cp.async, ldmatrix) in its PTX
 #
 # TileShape<BM, BN, ...> is shown as BMxBN; enumerators by their names in SOURCE. The limits of an
-# architecture are those of the CUDA programming guide, table of compute capabilities. Exit status 1 when
-# a kernel spills.
+# architecture are those of the CUDA programming guide, table of compute capabilities. Exit status 1
+# when a kernel spills.
 set -uo pipefail
 export LC_ALL=C
 
@@ -44,7 +44,8 @@ short() {
 }
 
 {
-    # of each entry of each PTX: threads, matrix instructions, 16-byte accesses, dynamic shared memory
+    # of each entry of each PTX: threads, matrix instructions, 16-byte accesses, what it says of
+    # dynamic shared memory
     awk '
         function out() {
             if (name != "") print "ptx", arch, name, threads + 0, mma + 0, wide + 0, dynamic
