@@ -538,9 +538,9 @@ __device__ inline void product_epilogue(const Product<T> &p, Place at, char *sha
 }
 
 /* Blocks stay and take one tile after another: how many tiles there are is known on the device
-   alone. */
+   alone. 512 threads a processor leave each 128 registers: said, lest nvcc spills to use fewer. */
 template <class T, class S, Form FORM, Epilogue EPI, bool VEC>
-__global__ void __launch_bounds__(S::THREADS) product_kernel(const Product<T> p) {
+__global__ void __launch_bounds__(S::THREADS, 512 / S::THREADS) product_kernel(const Product<T> p) {
     extern __shared__ __align__(16) char shared[];
     enum { WIDTH = EPI == GLU ? S::BN / 2 : S::BN };
     takes_shared<product_shared<T, S, FORM, EPI>()>();
@@ -1641,7 +1641,7 @@ __global__ void __launch_bounds__(THREADS)
    STRIP: how many columns of dK and dV, where registers do not hold all HD.
    Single buffers: dO arrives under K Q^T, the next Q under P^T dO. */
 template <class T, int HD, int STRIP, int WIDE>
-__global__ void __launch_bounds__(ATTENTION_THREADS)
+__global__ void __launch_bounds__(ATTENTION_THREADS, STRIP > 32 ? 2 : 3)
     attention_dkdv_kernel(T *dk, T *dv, const T *dout, const float *lse, const float *D, const T *q,
         const T *k, const T *v, Attn a, float scale) {
     enum { LD = HD + Chunk<T>::SIZE, LDX = WIDE + Chunk<T>::SIZE };
