@@ -24,6 +24,7 @@ OPENMP   ?= 1# 0: build without, even where it is there
 PCRE2    ?= 1# the same
 MPI      ?= 1# the same: ranks; found through mpicc, whose flags go to CC
 CUDA     ?=# 1: CUDA kernels, wherever nvcc is; 0: none; otherwise where there is a GPU too
+CUBLAS   ?= 1# 0: without it, even where it is there
 CUDA_ARCH ?=# "80 90": for these; otherwise for the GPUs here, else sm_80, sm_90 and nvcc's newest
 NVCC     ?=# nvcc, where it is neither in the PATH nor in /usr/local/cuda/bin
 NVCCFLAGS ?= -O3 -lineinfo
@@ -71,6 +72,7 @@ NAME   := $(NAME)$(if $(call on,$(SAN)),-san)$(if $(call on,$(PORTABLE)),-portab
 NAME   := $(NAME)$(if $(call off,$(OPENMP)),-no-openmp)$(if $(call off,$(PCRE2)),-no-pcre2)
 NAME   := $(NAME)$(if $(call off,$(MPI)),-no-mpi)
 NAME   := $(NAME)$(if $(CUDA),$(if $(call on,$(CUDA)),-cuda,-no-cuda))
+NAME   := $(NAME)$(if $(call off,$(CUBLAS)),-no-cublas)
 NAME   := $(NAME)$(if $(CUSTOM),-$(firstword $(shell printf '%s' '$(CUSTOM)' | cksum)))
 B      := build/$(NAME)
 E      := $(B)-emulated
@@ -117,8 +119,15 @@ PROBES = tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	        >"$$tmp/probe.cu" && \
 	    cudalib="$$("$$1" --dryrun -c "$$tmp/probe.cu" -o "$$tmp/probe.o" 2>&1 | \
 	        sed -n 's/.*LIBRARIES= *//p' | tr -d '"') -lcudart_static -ldl -lrt -lpthread" && \
-	    "$$1" -std=c++17 $$2 -c "$$tmp/probe.cu" -o "$$tmp/probe.o" >/dev/null 2>&1 && \
-	    $(CXX) "$$tmp/probe.o" -o "$$tmp/probe" $(LDFLAGS) $$cudalib >/dev/null 2>&1; }
+	    "$$1" -std=c++17 --threads=0 $$2 -c "$$tmp/probe.cu" -o "$$tmp/probe.o" >/dev/null 2>&1 && \
+	    $(CXX) "$$tmp/probe.o" -o "$$tmp/probe" $(LDFLAGS) $$cudalib >/dev/null 2>&1; }; \
+	cublas() { [ '$(call on,$(CUBLAS))' ] && { echo '$(hash)include <cublas_v2.h>'; \
+	        echo 'int main() { return cublasCreate(nullptr); }'; } >"$$tmp/probe.cu" && \
+	    "$$1" -std=c++17 -c "$$tmp/probe.cu" -o "$$tmp/probe.o" >/dev/null 2>&1 && \
+	    $(CXX) "$$tmp/probe.o" -o "$$tmp/probe" $(LDFLAGS) $$cudalib -lcublas >/dev/null 2>&1 && \
+	    for l in $$cudalib; do \
+	        case $$l in */stubs) ;; -L*) cublaslib="$$cublaslib -Wl,-rpath,$${l$(hash)-L}" ;; esac; \
+	    done; }
 
 # CUDA is built in where it can run, for nvcc takes long. Asked for and impossible is an error; found,
 # but of no use here, is said. Sanitizers and a GPU's driver want the same addresses: only if asked.
@@ -137,6 +146,8 @@ CONFIGURE_CUDA = gpus=; nvcc=; \
 	    cudasaid='off (nvcc, but no GPU; CUDA=1 builds it)'; sms=; \
 	elif [ "$$cxx" ] && cuda "$$nvcc" -arch=sm_$${sms%% *}; then \
 	    sms=$$(echo $$sms); cudasaid="on (sm_$$(echo $$sms | sed 's/ /, sm_/g'))"; \
+	    cublas "$$nvcc" && cudasaid="$$cudasaid, cuBLAS on" && cublas=1 || \
+	        cudasaid="$$cudasaid, cuBLAS off"; \
 	else \
 	    forced "$$nvcc and $(CXX) cannot compile and link a program for sm_$${sms%% *}"; \
 	    cudasaid="off ($$nvcc and $(CXX) make no program)"; sms=; \
@@ -158,7 +169,7 @@ $(CONFIG): Makefile
 	omp=; openmp && omp=-fopenmp; \
 	pcre=; [ '$(call on,$(PCRE2))' ] && pcre2 && pcre=-lpcre2-8; \
 	cxx=; cxx $$omp && cxx=1; \
-	sms=; cudalib=; cudasaid=off; $(CONFIGURE_CUDA); \
+	sms=; cudalib=; cublas=; cublaslib=; cudasaid=off; $(CONFIGURE_CUDA); \
 	mpi_c=; mpi_l=; mpi && mpi_c=$$(echo $$(mpi_cflags)) && mpi_l=$$(echo $$(mpi_libs)); \
 	{ echo "TARGET := $$($(CC) -dumpmachine)"; \
 	  echo "ARCH := $$arch"; \
@@ -171,7 +182,8 @@ $(CONFIG): Makefile
 	  echo "CXX_WORKS := $$cxx"; \
 	  echo "CUDA_SMS := $$sms"; \
 	  echo "CUDA_NVCC := $$nvcc"; \
-	  echo "CUDA_LIBS := $$cudalib"; \
+	  echo "CUDA_LIBS := $$cudalib$$cublaslib"; \
+	  echo "CUBLAS_WORKS := $$cublas"; \
 	  echo "FOUND += PCRE2 $$([ "$$pcre" ] && echo on || \
 	      echo 'off (no vocabularies with merges)')\$$(comma)"; \
 	  echo "FOUND += C++ $$([ "$$cxx" ] && echo on || echo 'off (no emulated device)')\$$(comma)"; \
@@ -204,7 +216,7 @@ endif
 
 # The devices besides the CPU: which a program has, its commands.h must know.
 ifneq ($(CUDA_SMS),)
-CUDA_DIR    := build/cuda-$(subst $(space),-,$(CUDA_SMS))
+CUDA_DIR    := build/cuda-$(subst $(space),-,$(CUDA_SMS))$(if $(CUBLAS_WORKS),,-no-cublas)
 CUDA_OBJECT := $(CUDA_DIR)/moe_kernels.o
 $(B)/train_moe.o $(E)/train_moe.o $(B)/test_moe.o: DEFINES += -DHAVE_CUDA
 endif
@@ -306,11 +318,11 @@ mutate: $(if $(EMULATED),$(M)/test_moe)
 # By nvcc: one object for all builds, made anew when its sources or the command change. What ptxas
 # says of each kernel, and the PTX, stay beside it for `make kernel-report`; the rest that nvcc keeps
 # goes.
-NVCC_COMPILE = $(CUDA_NVCC) -std=c++17 $(NVCCFLAGS) -Xcompiler -ffp-contract=off \
+NVCC_COMPILE = $(CUDA_NVCC) -std=c++17 $(NVCCFLAGS) --threads=0 -Xcompiler -ffp-contract=off \
     $(addprefix -Xcompiler ,$(WARNINGS)) $(if $(filter -Werror,$(WARNINGS)),-Werror all-warnings) \
     $(foreach a,$(CUDA_SMS),-gencode arch=compute_$(a),code=sm_$(a)) \
     -gencode arch=compute_$(lastword $(CUDA_SMS)),code=compute_$(lastword $(CUDA_SMS)) \
-    -Xptxas -v --keep --keep-dir $(CUDA_DIR)
+    $(if $(CUBLAS_WORKS),-DUSE_CUBLAS) -Xptxas -v --keep --keep-dir $(CUDA_DIR)
 ifneq ($(CUDA_OBJECT),)
 $(CUDA_DIR)/command: FORCE
 	@mkdir -p $(@D); echo '$(NVCC_COMPILE)' | cmp -s - $@ || echo '$(NVCC_COMPILE)' >$@
@@ -492,4 +504,5 @@ help:
 	@echo 'make format       clang-format on every source'
 	@echo 'make clean        remove what was built (never out/ or data/text/)'
 	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)'
-	@echo '          OPENMP=0  PCRE2=0  MPI=0  CUDA=1 or 0  CUDA_ARCH="80 90"  NVCC=/path/nvcc  CXX=clang++'
+	@echo '          OPENMP=0  PCRE2=0  MPI=0  CUDA=1 or 0  CUBLAS=0  CUDA_ARCH="80 90"  NVCC=/path/nvcc'
+	@echo '          CXX=clang++'

@@ -1,10 +1,11 @@
 /* bench.h: what this machine reaches, and what training makes of it. It knows commands.h and all
    that it knows.
 
-   Four tables, each measured on random tokens, with warm-up, as medians:
+   These tables, each measured on random tokens, with warm-up, as medians:
      machine      the peak of independent fp32 multiply-adds, the memory's bandwidth, a large product
      operations   every operation of a training step: seconds, GFLOP/s, GB/s, share of the peak
      step         forward, backward, update; tokens/s and the share of the peak of whole steps
+     cuBLAS       on a GPU where there is cuBLAS: our products beside its own of the same sizes
      --tax        tokens/s of models with more and smaller experts over those of the dense model with
                   the same active parameters, steps of both by turns
      --growth     time per token while one size grows: tokens a step, layers, width, experts
@@ -298,9 +299,11 @@ static double step_flops(const Stepper *s, double *attention) {
 typedef struct Repeated {
     const Backend *b;
     char *a;
-    size_t count; // elements, or the side of a product
+    size_t count; // elements, or rows of a product
     Mat w;
     void *scratch;
+    char *out;
+    const Plan *plan; // of a grouped product
 } Repeated;
 static double seconds_of(void (*run)(const Repeated *r, int n), const Repeated *r, int n) {
     r->b->sync();
@@ -320,9 +323,7 @@ static double seconds_each(void (*run)(const Repeated *r, int n), const Repeated
 }
 
 static void products(const Repeated *r, int n) {
-    const size_t size = r->count * r->count * r->b->act_size;
-    for (int i = 0; i < n; i++)
-        r->b->linear_forward(r->a + size, r->a, r->w, (int)r->count, r->scratch);
+    for (int i = 0; i < n; i++) r->b->linear_forward(r->out, r->a, r->w, (int)r->count, r->scratch);
 }
 // GFLOP/s of one product of n^3
 static double product_rate(const Backend *b, int n, int runs) {
@@ -332,13 +333,14 @@ static double product_rate(const Backend *b, int n, int runs) {
     const ScratchShape shape = {1, n, n, n, 0};
     char *a = b->alloc(2 * square * b->act_size), *w = b->alloc(square * b->mat_size);
     void *scratch = b->alloc(b->scratch_bytes(&c, &shape));
-    double *row = malloc(square * sizeof *row);
+    double *row = calloc(square, sizeof *row);
     if (!a || !w || !scratch || !row) die(RUN_ERROR, "no memory for bench");
     for (size_t i = 0; i < square; i++) row[i] = counter_uniform(1, 2, i) - 0.5;
     host_to(b, b->act_type, a, row, square);
     for (size_t i = 0; i < square; i++) row[i] = counter_uniform(1, 3, i) - 0.5;
     host_to(b, b->mat_type, w, row, square);
-    const Repeated r = {b, a, (size_t)n, {w, b->mat_type, NULL, 1, n, n, n, 0}, scratch};
+    const Repeated r = {b, a, (size_t)n, {w, b->mat_type, NULL, 1, n, n, n, 0}, scratch,
+        a + square * b->act_size, NULL};
     const double s = seconds_each(products, &r, runs);
     free(row);
     b->release(a);
@@ -349,7 +351,7 @@ static double product_rate(const Backend *b, int n, int runs) {
 
 static void sums(const Repeated *r, int n) {
     const size_t size = r->count * r->b->act_size;
-    for (int i = 0; i < n; i++) r->b->add(r->a + 2 * size, r->a, r->a + size, r->count);
+    for (int i = 0; i < n; i++) r->b->add(r->out, r->a, r->a + size, r->count);
 }
 // GB/s of out = a + b over `count` elements, far more than a cache holds: two read, one written
 static double bandwidth(const Backend *b, size_t count, int runs) {
@@ -357,7 +359,8 @@ static double bandwidth(const Backend *b, size_t count, int runs) {
     char *a = b->alloc(3 * size);
     if (!a) die(RUN_ERROR, "no memory for bench");
     b->zero(a, 3 * size);
-    const Repeated r = {b, a, count, {NULL, b->act_type, NULL, 0, 0, 0, 0, 0}, NULL};
+    const Repeated r = {
+        b, a, count, {NULL, b->act_type, NULL, 0, 0, 0, 0, 0}, NULL, a + 2 * size, NULL};
     const double s = seconds_each(sums, &r, runs);
     b->release(a);
     return 3.0 * (double)size / s / 1e9;
@@ -473,6 +476,94 @@ static void print_steps(const json_t *j, const char *device) {
            "attention counted\n",
         100 * number(j, "share"), number(j, "peak_beside_gflops"),
         100 * number(j, "share_with_attention"));
+}
+
+// -------------------------------------------------------------------------------------------------
+// cuBLAS
+
+#ifdef HAVE_CUDA
+static void grouped_products(const Repeated *r, int n) {
+    for (int i = 0; i < n; i++)
+        r->b->expert_up_forward(r->out, NULL, r->a, r->w, r->plan, r->scratch);
+}
+static json_t *beside_cublas(
+    const char *name, double rows, double cols, double depth, double own, double theirs) {
+    return json_pack("{s:s, s:f, s:f, s:f, s:f, s:f, s:f}", "name", name, "rows", rows, "cols",
+        cols, "depth", depth, "own_gflops", own, "cublas_gflops", theirs, "ratio", own / theirs);
+}
+#endif
+
+/* Our products beside those of cuBLAS, after a step of the model: the one that makes q, k and v; a
+   large square one; and the first of the experts, as the step routed it. For that one cuBLAS
+   multiplies as many rows by the matrix of one expert: no group ends within a tile, no row is
+   gathered. NULL where there is no cuBLAS. */
+static json_t *bench_cublas(const Stepper *s, const Options *o) {
+#ifdef HAVE_CUDA
+    enum { RUNS = 15, SIDE = 4096 };
+    const Model *m = &s->m;
+    const Backend *b = m->b;
+    const int last = m->c.n_layers - 1, N = s->B * s->T, C = m->c.d_model;
+    const Layer *y = &m->layer[last];
+    const char *why;
+    double rate[2][3];
+    int S = 0;
+    char *rows = NULL;
+    if (o->device != DEVICE_CUDA || !cuda_dense_cublas(1, &why)) return NULL;
+    if (is_moe_layer(&m->c, last)) {
+        b->to_host(&S, y->plan.offsets + y->plan.E, sizeof S);
+        double *x = malloc((size_t)N * C * sizeof *x);
+        rows = b->alloc((size_t)S * C * b->act_size);
+        if (!x || !rows) die(RUN_ERROR, "no memory for bench");
+        for (size_t i = 0; i < (size_t)N * C; i++) x[i] = counter_uniform(1, 4, i) - 0.5;
+        for (int at = 0; at < S; at += N)
+            host_to(b, b->act_type, rows + (size_t)at * C * b->act_size, x,
+                (size_t)(S - at < N ? S - at : N) * C);
+        free(x);
+    }
+    Mat expert = y->mlp.W1;
+    expert.count = 1;
+    const Repeated qkv = {b, y->ln1, (size_t)N, y->Wqkv, m->scratch, y->qkv, NULL},
+                   own = {b, y->ln2, (size_t)N, y->mlp.W1, m->scratch, y->mlp.H, &y->plan},
+                   whole = {b, rows, (size_t)S, expert, m->scratch, y->mlp.H, NULL};
+    const double flop_qkv = 2.0 * N * C * y->Wqkv.rows, flop_up = 2.0 * S * C * expert.rows;
+    for (int theirs = 0; theirs < 2; theirs++) {
+        double *r = rate[theirs];
+        cuda_dense_cublas(theirs, &why);
+        r[0] = flop_qkv / seconds_each(products, &qkv, RUNS) / 1e9;
+        r[1] = product_rate(b, SIDE, RUNS);
+        r[2] = !S ? 0
+                  : flop_up /
+                seconds_each(theirs ? products : grouped_products, theirs ? &whole : &own, RUNS) /
+                1e9;
+    }
+    cuda_dense_cublas(o->dense == DENSE_CUBLAS, &why);
+    if (rows) b->release(rows);
+    json_t *list = json_array();
+    json_array_append_new(
+        list, beside_cublas("linear, q k v", N, y->Wqkv.rows, C, rate[0][0], rate[1][0]));
+    json_array_append_new(
+        list, beside_cublas("linear, square", SIDE, SIDE, SIDE, rate[0][1], rate[1][1]));
+    if (S)
+        json_array_append_new(
+            list, beside_cublas("experts, gate and up", S, expert.rows, C, rate[0][2], rate[1][2]));
+    return list;
+#else
+    (void)s, (void)o;
+    return NULL;
+#endif
+}
+static void print_cublas(const json_t *list, const char *device) {
+    char title[96];
+    size_t i;
+    const json_t *x;
+    snprintf(title, sizeof title, "product on %s", device);
+    printf("\n%-26s %7s %7s %7s %9s %9s %7s\n", title, "rows", "columns", "depth", "GFLOP/s",
+        "cuBLAS", "ratio");
+    json_array_foreach((json_t *)(uintptr_t)list, i, x)
+        printf("%-26s %7.0f %7.0f %7.0f %9.1f %9.1f %7.3f\n",
+            json_string_value(json_object_get(x, "name")), number(x, "rows"), number(x, "cols"),
+            number(x, "depth"), number(x, "own_gflops"), number(x, "cublas_gflops"),
+            number(x, "ratio"));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -650,7 +741,7 @@ static void command_bench(Options *o) {
     const Backend *b = backend_of(o);
     const int emulated = o->device == DEVICE_EMULATED;
     char device[64];
-    device_words(b, device);
+    device_words(o, device);
     if (say) printf("device       %s, %d threads\n", device, thread_max());
     if (emulated) warn("bench: the emulated device shows what is computed, not how fast");
     open_vocab_size(o);
@@ -665,9 +756,14 @@ static void command_bench(Options *o) {
     if (say) print_operations(j, device);
     fflush(stdout);
     json_object_set_new(root, "step", j = bench_steps(&s, emulated ? 0.01 : 0.2));
-    stepper_close(&s);
     if (say) print_steps(j, device);
     fflush(stdout);
+    if ((j = bench_cublas(&s, o))) {
+        json_object_set_new(root, "cublas", j);
+        if (say) print_cublas(j, device);
+        fflush(stdout);
+    }
+    stepper_close(&s);
     if (o->tax) {
         json_t *all = json_array();
         if (say) print_tax_head(device);

@@ -23,6 +23,7 @@
 
 typedef enum { DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED } Device;
 typedef enum { DTYPE_FP32, DTYPE_BF16 } Dtype;
+typedef enum { DENSE_OWN, DENSE_CUBLAS } Dense;
 typedef enum { ROUTING_TOPK, ROUTING_ROUND } Routing;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } Schedule;
 
@@ -50,7 +51,7 @@ typedef struct Options {
     int64_t total_batch, steps, warmup;
     double lr, min_lr, weight_decay, beta1, beta2, grad_clip;
     int64_t eval_every, eval_batches, sample_every, save_every, keep, log_every;
-    int device, dtype, recompute, threads, profile;
+    int device, dtype, dense, recompute, threads, profile;
     int64_t seed;
     // generation
     int64_t n_tokens;
@@ -128,6 +129,10 @@ static double now_s(void) {
 static const Backend *backend_of(const Options *o) {
     const char *why = "no reason was given";
     const Backend *b = NULL;
+    if (o->dense == DENSE_CUBLAS && o->device != DEVICE_CUDA)
+        die(USER_ERROR,
+            "--dense cublas: expected --device cuda, found %s; --dense own always works",
+            o->device == DEVICE_CPU ? "cpu" : "emulated");
     if (o->device == DEVICE_CPU) {
         if (o->dtype == DTYPE_FP32) return backend_cpu();
         die(USER_ERROR,
@@ -156,13 +161,19 @@ static const Backend *backend_of(const Options *o) {
     if (!b)
         die(USER_ERROR, "--device %s: expected one that works, found: %s; --device cpu always does",
             o->device == DEVICE_CUDA ? "cuda" : "emulated", why);
+#ifdef HAVE_CUDA
+    if (o->device == DEVICE_CUDA && !cuda_dense_cublas(o->dense == DENSE_CUBLAS, &why))
+        die(USER_ERROR, "--dense cublas: expected cuBLAS, found %s; --dense own always works", why);
+#endif
     return b;
 }
 
 static const char *dtype_word(const Backend *b) { return b->act_type == BF16 ? "bf16" : "fp32"; }
 // "cuda, bf16": what the first line of every table says, so that no number lacks it.
-static const char *device_words(const Backend *b, char buf[64]) {
-    snprintf(buf, 64, "%s, %s", b->name, dtype_word(b));
+static const char *device_words(const Options *o, char buf[64]) {
+    const Backend *b = backend_of(o);
+    snprintf(
+        buf, 64, "%s, %s%s", b->name, dtype_word(b), o->dense == DENSE_CUBLAS ? ", cuBLAS" : "");
     return buf;
 }
 
@@ -782,7 +793,7 @@ static void command_info(Options *o, const char *folder) {
     if (!folder) open_vocab_size(o);
     if (config_check(&o->c, &err)) die(USER_ERROR, "%s", err.text);
     model_plan(&m, &o->c, backend_of(o), train_shape(o));
-    printf("device       %s\n", device_words(m.b, device));
+    printf("device       %s\n", device_words(o, device));
     if (folder) printf("checkpoint   %s\n", folder);
     print_model(&m, stdout);
     if (moe_layers(&o->c)) print_routing(o, stdout);

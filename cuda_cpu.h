@@ -772,6 +772,11 @@ static inline void cp_async16(void *shared, const void *global, int have) {
     memset(shared, 0xFF, 16);
 }
 static inline void cp_async_commit() { cuda_cpu::self()->group++; }
+template <int bytes> static inline void takes_shared() {
+    const size_t has = cuda_cpu::worker->block->dynamic_bytes;
+    if (has != (size_t)bytes)
+        CUDA_CPU_FAIL("launched with %zu bytes of dynamic shared memory, not %d", has, bytes);
+}
 // until at most `left` of the newest groups are under way
 template <int left> static inline void cp_async_wait() {
     cuda_cpu::Fiber *f = cuda_cpu::self();

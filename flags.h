@@ -130,6 +130,9 @@ static const Flag flags[] = {
         "cpu|cuda|emulated what computes; emulated: the CUDA kernels, slowly, on the CPU"},
     {"dtype", CHOICE, AT(dtype), 0, 0, TRAIN | GENERATE | EVAL | INFO | BENCH,
         "fp32|bf16 of activations and products; weights, gradients and moments are kept in fp32"},
+    {"dense", CHOICE, AT(dense), 0, 0, TRAIN | GENERATE | EVAL | BENCH | ANEW,
+        "own|cublas what computes dense products on cuda; cublas: a row's bits then depend on the "
+        "rows beside it"},
     {"recompute", INT, AT(recompute), 0, 2, SHAPED | ANEW,
         "save memory: 1 makes norm outputs again, 2 also the experts' H"},
     {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | TOKENIZE | ANEW,

@@ -641,6 +641,10 @@ extern const Backend *backend_cpu(void);
    NULL, with one line about it in *why, where there is no such device. */
 extern const Backend *backend_cuda(DType type, const char **why);
 extern const Backend *backend_emulated(DType type, const char **why);
+/* Dense products of backend_cuda through cuBLAS from here on, or (on 0) through our own. What cuBLAS
+   computes of a row depends on the rows beside it. Returns 0, with one line in *why, where there is
+   no cuBLAS. */
+extern int cuda_dense_cublas(int on, const char **why);
 #ifdef __cplusplus
 }
 #endif

@@ -23,6 +23,7 @@
 #include <cuda_runtime.h>
 #ifdef USE_CUBLAS
 #include <cublas_v2.h>
+#include <dlfcn.h>
 #endif
 #endif
 #include "moe.h"
@@ -40,9 +41,12 @@ typedef __nv_bfloat16 bf16;
 __device__ inline unsigned shared_address(const void *p) {
     return (unsigned)__cvta_generic_to_shared(p);
 }
-// 16 bytes, aligned
+// 16 bytes, aligned. The store is in PTX: nvcc at times makes eight pieces of an ordinary one.
 __device__ inline uint4 load16(const void *p) { return *(const uint4 *)p; }
-__device__ inline void store16(void *p, uint4 v) { *(uint4 *)p = v; }
+__device__ inline void store16(void *p, uint4 v) {
+    asm volatile("st.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
 // Copies 16 bytes to shared memory in the background; of the source only `have`, zeros beyond.
 __device__ inline void cp_async16(void *shared, const void *global, int have) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)),
@@ -67,6 +71,11 @@ __device__ inline void ldmatrix_x4_trans(unsigned *r, const void *row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared_address(row))
                  : "memory");
+}
+/* What a kernel says of the dynamic shared memory that it is launched with. On the GPU a remark in
+   its PTX, for `make kernel-report`; the twin ends the program where a launch does otherwise. */
+template <int bytes> __device__ inline void takes_shared() {
+    asm volatile("// dynamic shared memory: %0\n" ::"n"(bytes));
 }
 // D (16,8) += A (16,16) B (16,8): float += bf16 * bf16
 __device__ inline void mma_bf16(float *d, const unsigned *a, const unsigned *b) {
@@ -146,6 +155,7 @@ __device__ inline void warp_product(
     float (&acc)[MF][NF][4], const bf16 *a, int lda, const bf16 *b, int ldb, int depth) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int low = lane & 7, mid = (lane >> 3 & 1) * 8, high = (lane >> 4) * 8;
+#pragma unroll 4
     for (int k = 0; k < depth; k += 16) {
         unsigned bf[NF][2];
 #pragma unroll
@@ -173,6 +183,7 @@ template <int MF, int NF, bool A_T, bool B_T>
 __device__ inline void warp_product(
     float (&acc)[MF][NF][4], const float *a, int lda, const float *b, int ldb, int depth) {
     const int lane = threadIdx.x % WARP_SIZE, row = lane / 4, col = lane % 4 * 2;
+#pragma unroll 2 // more costs minutes of compiling
     for (int k = 0; k < depth; k++) {
         float x[MF][2], y[NF][2];
 #pragma unroll
@@ -310,7 +321,8 @@ template <class T, class S, Form FORM> struct Layout {
         ROW_SUMS = S::BM * (S::BN / PER) * (int)sizeof(float) // DGLU
     };
 };
-template <class T, class S, Form FORM, Epilogue EPI> constexpr int product_shared() {
+template <class T, class S, Form FORM, Epilogue EPI>
+__host__ __device__ constexpr int product_shared() {
     typedef Layout<T, S, FORM> Y;
     const int epilogue = Y::SUMS + (EPI == DGLU ? (int)Y::ROW_SUMS : 0);
     return epilogue > Y::PIPELINE ? epilogue : (int)Y::PIPELINE;
@@ -526,11 +538,12 @@ __device__ inline void product_epilogue(const Product<T> &p, Place at, char *sha
 }
 
 /* Blocks stay and take one tile after another: how many tiles there are is known on the device
-   alone. */
+   alone. 512 threads a processor leave each 128 registers: said, lest nvcc spills to use fewer. */
 template <class T, class S, Form FORM, Epilogue EPI, bool VEC>
-__global__ void __launch_bounds__(S::THREADS) product_kernel(const Product<T> p) {
+__global__ void __launch_bounds__(S::THREADS, 512 / S::THREADS) product_kernel(const Product<T> p) {
     extern __shared__ __align__(16) char shared[];
     enum { WIDTH = EPI == GLU ? S::BN / 2 : S::BN };
+    takes_shared<product_shared<T, S, FORM, EPI>()>();
     const int columns = pieces_of(p.n, WIDTH);
     Walk<T, S, FORM> walk = {0, 0};
     Place at;
@@ -1015,8 +1028,36 @@ template <class T> static void add(act_t *out, const act_t *a, const act_t *b, s
 #ifdef USE_CUBLAS
 /* cuBLAS for the dense products (--dense cublas): a yardstick. Which of its kernels runs depends on the
    shape, so a row's bits depend on the rows beside it. It works by columns: a row-major matrix is
-   its transpose there. */
+   its transpose there.
+   The library is loaded when it is asked for: its hundreds of megabytes would slow every start. */
 static cublasHandle_t cublas; // NULL: our own product
+typedef cublasStatus_t CublasCreate(cublasHandle_t *);
+typedef cublasStatus_t CublasSetStream(cublasHandle_t, cudaStream_t);
+typedef cublasStatus_t CublasGemm(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int,
+    int, const void *, const void *, cudaDataType, int, const void *, cudaDataType, int,
+    const void *, void *, cudaDataType, int, cublasComputeType_t, cublasGemmAlgo_t);
+static CublasGemm *cublas_gemm;
+// the declarations above are those of the header
+static_assert(sizeof(static_cast<CublasCreate *>(cublasCreate_v2)) > 0, "");
+static_assert(sizeof(static_cast<CublasSetStream *>(cublasSetStream_v2)) > 0, "");
+static_assert(sizeof(static_cast<CublasGemm *>(cublasGemmEx)) > 0, "");
+
+static cublasHandle_t open_cublas(const char **why) {
+#define LIBRARY_OF(major) "libcublas.so." #major
+#define LIBRARY(major)    LIBRARY_OF(major)
+    cublasHandle_t handle = NULL;
+    void *lib = dlopen(LIBRARY(CUBLAS_VER_MAJOR), RTLD_NOW | RTLD_LOCAL);
+    *why = "no " LIBRARY(CUBLAS_VER_MAJOR) " that loads";
+    if (!lib) return NULL;
+    CublasCreate *create = (CublasCreate *)dlsym(lib, "cublasCreate_v2");
+    CublasSetStream *set_stream = (CublasSetStream *)dlsym(lib, "cublasSetStream_v2");
+    cublas_gemm = (CublasGemm *)dlsym(lib, "cublasGemmEx");
+    if (!create || !set_stream || !cublas_gemm) return NULL;
+    *why = "one that does not start on this GPU";
+    if (create(&handle) != CUBLAS_STATUS_SUCCESS) return NULL;
+    return set_stream(handle, device.stream) == CUBLAS_STATUS_SUCCESS ? handle : NULL;
+}
+
 static cudaDataType_t cublas_type(size_t size) {
     return size == sizeof(float) ? CUDA_R_32F : CUDA_R_16BF;
 }
@@ -1025,28 +1066,27 @@ static void cublas_product(cublasOperation_t op_a, cublasOperation_t op_b, int m
     const void *a, size_t lda, const void *b, size_t ldb, size_t size, void *out, size_t ldo,
     size_t out_size, int accumulate) {
     const float one = 1, beta = accumulate ? 1 : 0;
-    if (cublasGemmEx(cublas, op_a, op_b, m, n, k, &one, a, cublas_type(size), (int)lda, b,
+    if (cublas_gemm(cublas, op_a, op_b, m, n, k, &one, a, cublas_type(size), (int)lda, b,
             cublas_type(size), (int)ldb, &beta, out, cublas_type(out_size), (int)ldo,
             CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) != CUBLAS_STATUS_SUCCESS)
         die(RUN_ERROR, "cuBLAS refuses a product of %d x %d x %d", m, n, k);
 }
 #endif
-// Dense products through cuBLAS from here on. 0, with the reason in *why, where there is none.
-extern "C" int cuda_dense_cublas(const char **why) {
+#ifndef CUDA_CPU_H
+// Every dense product goes through cuBLAS from here on, or (on 0) through our own. Returns 0, with
+// the reason in *why, where there is no cuBLAS. The backend has been opened before.
+extern "C" int cuda_dense_cublas(int on, const char **why) {
 #ifdef USE_CUBLAS
-    if (!cublas &&
-        (cublasCreate(&cublas) != CUBLAS_STATUS_SUCCESS ||
-            cublasSetStream(cublas, device.stream) != CUBLAS_STATUS_SUCCESS)) {
-        cublas = NULL;
-        *why = "cuBLAS does not start";
-        return 0;
-    }
-    return 1;
+    static cublasHandle_t opened;
+    if (on && !opened) opened = open_cublas(why);
+    cublas = on ? opened : NULL;
+    return !on || cublas;
 #else
-    *why = "this build has no cuBLAS";
-    return 0;
+    if (on) *why = "a build without cuBLAS";
+    return !on;
 #endif
 }
+#endif
 
 template <class T>
 static void linear_forward(act_t *out, const act_t *inp, Mat w, int N, void *scratch) {
@@ -1145,8 +1185,8 @@ __device__ inline QkGroup qk_group(const Attn &a, const QkGroups &g, int i) {
 /* x r w, then pairs (i, i + hd/2) turned by their angles; w NULL: x. q (B,n_heads,T,hd), k, v
    (B,n_kv_heads,cache_len,hd), rstd (N,groups), qkv (N,stride), rope (positions,hd) */
 template <class T>
-__global__ void qk_rope_forward_kernel(T *q, T *k, T *v, float *rstd, const T *qkv,
-    const float *q_weight, const float *k_weight, const float *rope, Attn a) {
+__global__ void __launch_bounds__(THREADS) qk_rope_forward_kernel(T *q, T *k, T *v, float *rstd,
+    const T *qkv, const float *q_weight, const float *k_weight, const float *rope, Attn a) {
     const QkGroups groups = qk_groups(a);
     const int hd = a.head_dim, half = hd / 2, lane = threadIdx.x % WARP_SIZE;
     const size_t task = (size_t)blockIdx.x * (blockDim.x / WARP_SIZE) + threadIdx.x / WARP_SIZE;
@@ -1215,9 +1255,9 @@ __device__ inline float unrotated(const T *d, const float *angle, int i, int hal
    over the group; without a norm, dx = g. Training shapes: dq (B,n_heads,T,hd), dk, dv
    (B,n_kv_heads,T,hd) */
 template <class T>
-__global__ void qk_rope_backward_kernel(T *dqkv, const T *dq, const T *dk, const T *dv,
-    const T *qkv, const float *rstd, const float *q_weight, const float *k_weight,
-    const float *rope, Attn a) {
+__global__ void __launch_bounds__(THREADS) qk_rope_backward_kernel(T *dqkv, const T *dq,
+    const T *dk, const T *dv, const T *qkv, const float *rstd, const float *q_weight,
+    const float *k_weight, const float *rope, Attn a) {
     const QkGroups groups = qk_groups(a);
     const int hd = a.head_dim, half = hd / 2, lane = threadIdx.x % WARP_SIZE;
     const size_t task = (size_t)blockIdx.x * (blockDim.x / WARP_SIZE) + threadIdx.x / WARP_SIZE;
@@ -1260,8 +1300,8 @@ __global__ void qk_rope_backward_kernel(T *dqkv, const T *dq, const T *dk, const
 /* Parts of the weight gradients, sum of g xhat: a thread adds one column of q and k over ROPE_ROWS
    rows.   partial (pieces, width) */
 template <class T>
-__global__ void qk_rope_partial_kernel(float *partial, const T *dq, const T *dk, const T *qkv,
-    const float *rstd, const float *rope, Attn a, int pieces) {
+__global__ void __launch_bounds__(THREADS) qk_rope_partial_kernel(float *partial, const T *dq,
+    const T *dk, const T *qkv, const float *rstd, const float *rope, Attn a, int pieces) {
     const QkGroups groups = qk_groups(a);
     const int hd = a.head_dim, N = a.B * a.T;
     const size_t task = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -1285,7 +1325,7 @@ __global__ void qk_rope_partial_kernel(float *partial, const T *dq, const T *dk,
 
 /* dq_weight += and dk_weight += the sum of the parts, of all heads under the norm per head. A warp
    has one value of a weight; its lanes take the parts in turn. */
-static __global__ void qk_rope_weights_kernel(
+static __global__ void __launch_bounds__(THREADS) qk_rope_weights_kernel(
     float *dq_weight, float *dk_weight, const float *partial, Attn a, int pieces) {
     const QkGroups g = qk_groups(a);
     const int lane = threadIdx.x % WARP_SIZE;
@@ -1446,7 +1486,7 @@ template <class T> __device__ inline bool finite_chunk(uint4 v) {
 
 /* Shared memory of a block: `rows` rows of HD values, and 64 of `wide` (P or dS), each 16 bytes
    longer. */
-template <class T, int HD> constexpr int attention_shared(int rows, int wide) {
+template <class T, int HD> __host__ __device__ constexpr int attention_shared(int rows, int wide) {
     return (rows * (HD + Chunk<T>::SIZE) + 64 * (wide + Chunk<T>::SIZE)) * (int)sizeof(T);
 }
 
@@ -1461,6 +1501,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(HD)) attentio
     enum { LD = HD + Chunk<T>::SIZE, LDP = KEY_BLOCK + Chunk<T>::SIZE };
     extern __shared__ uint4 memory[];
     __shared__ int broken; // a value that is not finite was met
+    takes_shared<attention_shared<T, HD>(QUERY_TILE + 2 * KEY_BLOCK, KEY_BLOCK)>();
     T *Q = (T *)memory, *K = Q + QUERY_TILE * LD, *V = K + KEY_BLOCK * LD, *P = V + KEY_BLOCK * LD;
     const int hd = a.head_dim, group = a.n_heads / a.n_kv_heads, heads = a.B * a.n_kv_heads;
     const int tiles = pieces_of(group * a.T, QUERY_TILE);
@@ -1580,7 +1621,8 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(HD)) attentio
 
 // D = <dout, out>.   D (B,n_heads,T), dout, out (B,T,n_heads,hd). A warp has a row.
 template <class T>
-__global__ void attention_D_kernel(float *D, const T *dout, const T *out, Attn a) {
+__global__ void __launch_bounds__(THREADS)
+    attention_D_kernel(float *D, const T *dout, const T *out, Attn a) {
     const int lane = threadIdx.x % WARP_SIZE;
     const size_t row = (size_t)blockIdx.x * (blockDim.x / WARP_SIZE) + threadIdx.x / WARP_SIZE;
     if (row >= (size_t)a.B * a.T * a.n_heads) return;
@@ -1599,13 +1641,14 @@ __global__ void attention_D_kernel(float *D, const T *dout, const T *out, Attn a
    STRIP: how many columns of dK and dV, where registers do not hold all HD.
    Single buffers: dO arrives under K Q^T, the next Q under P^T dO. */
 template <class T, int HD, int STRIP, int WIDE>
-__global__ void __launch_bounds__(ATTENTION_THREADS)
+__global__ void __launch_bounds__(ATTENTION_THREADS, STRIP > 32 ? 2 : 3)
     attention_dkdv_kernel(T *dk, T *dv, const T *dout, const float *lse, const float *D, const T *q,
         const T *k, const T *v, Attn a, float scale) {
     enum { LD = HD + Chunk<T>::SIZE, LDX = WIDE + Chunk<T>::SIZE };
     extern __shared__ uint4 memory[];
     __shared__ float row_lse[WIDE];
     __shared__ float row_D[WIDE];
+    takes_shared<attention_shared<T, HD>(2 * KEY_BLOCK + 2 * WIDE, WIDE)>();
     T *K = (T *)memory, *V = K + KEY_BLOCK * LD, *Q = V + KEY_BLOCK * LD, *dO = Q + WIDE * LD,
       *X = dO + WIDE * LD;
     const int hd = a.head_dim, group = a.n_heads / a.n_kv_heads, all = group * a.T;
@@ -1696,6 +1739,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(2 * HD))
         const T *k, const T *v, Attn a, float scale) {
     enum { LD = HD + Chunk<T>::SIZE, LDX = WIDE + Chunk<T>::SIZE };
     extern __shared__ uint4 memory[];
+    takes_shared<attention_shared<T, HD>(2 * QUERY_TILE + 2 * WIDE, WIDE)>();
     T *Q = (T *)memory, *dO = Q + QUERY_TILE * LD, *K = dO + QUERY_TILE * LD, *V = K + WIDE * LD,
       *X = V + WIDE * LD;
     const int hd = a.head_dim, group = a.n_heads / a.n_kv_heads, all = group * a.T;
@@ -1791,7 +1835,9 @@ template <class T, int HD>
 static void attention_backward_hd(act_t *dq, act_t *dk, act_t *dv, const act_t *dout,
     const float *lse, const float *D, const act_t *q, const act_t *k, const act_t *v, Attn a) {
     enum {
-        ROWS = HD >= 128 ? 32 : 64,             // registers
+        ROWS = HD > 128 ? 16
+            : HD == 128 ? 32
+                        : 64,                   // registers
         KEYS = HD * sizeof(T) >= 512 ? 32 : 64, // shared memory
         STRIP = HD > 128 ? 128 : HD
     };
@@ -2544,13 +2590,14 @@ static inline size_t chunk_slots(const Plan *p) { // most slots of a chunk
 }
 
 // where[s]: the position of slot s among the slots by source row
-__global__ void slot_position_kernel(int *where, const int *slot, const int *offsets, int E) {
+__global__ void __launch_bounds__(THREADS)
+    slot_position_kernel(int *where, const int *slot, const int *offsets, int E) {
     const int S = offsets[E];
     for (int j = blockIdx.x * blockDim.x + threadIdx.x; j < S; j += gridDim.x * blockDim.x)
         where[slot[j]] = j;
 }
 // The slots of expert e whose source row lies in [r0, r1): contiguous, since they are sorted by row.
-__global__ void chunk_bounds_kernel(
+__global__ void __launch_bounds__(THREADS) chunk_bounds_kernel(
     int *begin, int *end, const int *offsets, const int *row, int E, int r0, int r1) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= 2 * E) return;
@@ -2567,8 +2614,8 @@ __global__ void chunk_bounds_kernel(
 }
 // out[r] (+)= sum over r's slots, in expert order, of weight * Y;  Y (chunk slots, C)
 template <class T, bool VEC>
-__global__ void combine_kernel(T *out, const T *Y, const float *weight, const int *row_begin,
-    const int *slot, int r0, int rows, int C, int accumulate) {
+__global__ void __launch_bounds__(THREADS) combine_kernel(T *out, const T *Y, const float *weight,
+    const int *row_begin, const int *slot, int r0, int rows, int C, int accumulate) {
     enum { PER = Vec<T>::PER };
     const int across = pieces_of(C, PER), base = row_begin[r0];
     const size_t count = (size_t)rows * across;
@@ -2589,8 +2636,8 @@ __global__ void combine_kernel(T *out, const T *Y, const float *weight, const in
 }
 // A[j] = silu(g) * u of slot[base + j], or of row j, for the slots of source rows [r0, r1)
 template <class T, bool VEC>
-__global__ void swiglu_kernel(
-    T *A, const T *H, const int *row_begin, const int *slot, int r0, int r1, int I) {
+__global__ void __launch_bounds__(THREADS)
+    swiglu_kernel(T *A, const T *H, const int *row_begin, const int *slot, int r0, int r1, int I) {
     enum { PER = Vec<T>::PER };
     const int across = pieces_of(I, PER), base = slot ? row_begin[r0] : r0;
     const size_t count = (size_t)((slot ? row_begin[r1] : r1) - base) * across;
@@ -2696,8 +2743,8 @@ static void expert_down_forward(act_t *out, const act_t *H, const act_t *A, Mat 
 }
 
 // dS[s] = the sum of a slot's parts, in the order of the columns
-__global__ void sum_parts_kernel(
-    float *dS, const float *partial, int parts, const int *offsets, int E) {
+__global__ void __launch_bounds__(THREADS)
+    sum_parts_kernel(float *dS, const float *partial, int parts, const int *offsets, int E) {
     const int S = offsets[E];
     for (int s = blockIdx.x * blockDim.x + threadIdx.x; s < S; s += gridDim.x * blockDim.x) {
         float sum = 0;

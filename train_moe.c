@@ -300,7 +300,7 @@ static void build(Run *r) {
 
 static void show_device(const Options *o) {
     char device[64];
-    printf("device: %s\n", device_words(backend_of(o), device));
+    printf("device: %s\n", device_words(o, device));
 }
 
 static void count_rows(Run *r) {
@@ -761,7 +761,8 @@ static const char *info_of(Options *o, const int given[N_FLAGS], char folder[CKP
                         ? sizeof(int)
                         : sizeof(int64_t));
         run.model = o->model, run.tsv = o->tsv;
-        run.device = o->device, run.dtype = o->dtype; // of this machine, not of the one it ran on
+        // of this machine, not of the one it ran on
+        run.device = o->device, run.dtype = o->dtype, run.dense = o->dense;
         *o = run;
         json_decref(j);
     }

@@ -4,10 +4,11 @@
 # make's words on what is built in ("... CUDA on (sm_90)") it runs, and says of each step ok or FAIL:
 #
 #     diff        every operation against the double reference, fp32 and bf16
-#     parity      a training run's change of every tensor against the CPU's
+#     parity      training runs beside the CPU's, and what must be the same bits; both types
 #     devices     two runs, a resumed run, batches of another size: the same bits (data/test_devices.sh)
-#     sanitizer   compute-sanitizer, where there is one: memory, races and barriers in two small steps
-#     bench       every operation's time, fp32 and bf16, shown as it comes
+#     sanitizer   compute-sanitizer, where there is one: memory, races and barriers of every
+#                 operation at one shape, of several tiles and off their sizes
+#     bench       every operation's time, fp32 and bf16, and cuBLAS beside it; shown as it comes
 #
 # Exit status 1 if a step failed. TRAIN and TEST name the programs.
 . "$(dirname "$0")/testing.sh"
@@ -32,7 +33,8 @@ step() { # NAME SECONDS COMMAND...
         0) summary+=("$(printf '%-24s ok    %4d s' "$name" $((SECONDS - at)))") ;;
         124) summary+=("$(printf '%-24s FAIL  %4d s  still running' "$name" "$limit")") ;;
         *) summary+=("$(printf '%-24s FAIL  %4d s  status %d: %s' "$name" $((SECONDS - at)) $status \
-            "$(grep -hE '^FAIL|error|fail' "$work/out" "$work/err" | head -n 1)")") ;;
+            "$(grep -hE '^FAIL|FAIL$|error:|ERROR|failed' "$work/out" "$work/err" |
+                head -n 1)")") ;;
     esac
     [ $status = 0 ] || {
         failed=$((failed + 1))
@@ -40,24 +42,22 @@ step() { # NAME SECONDS COMMAND...
     }
 }
 
-text 300 >"$work/text"
 for dtype in fp32 bf16; do
-    step diff/$dtype 40 "$TEST" diff --device cuda --dtype $dtype
-    step parity/$dtype 15 "$TEST" parity --device cuda --dtype $dtype
+    step diff/$dtype 45 "$TEST" diff --device cuda --dtype $dtype
 done
-step devices 45 env DEVICE=cuda bash "$(dirname "$0")/test_devices.sh"
+step parity 30 "$TEST" parity --device cuda
+step devices 60 env DEVICE=cuda bash "$(dirname "$0")/test_devices.sh"
 if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck synccheck; do
-        step sanitizer/$tool 20 compute-sanitizer --tool $tool --error-exitcode 9 "$TRAIN" --device cuda \
-            --dtype bf16 --input "$work/text" --out "$work/$tool" --layers 1 --d-model 32 --heads 2 \
-            --kv-heads 1 --experts 4 --topk 2 --d-expert 32 --seq 16 --batch 2 --steps 2 --warmup 1 \
-            --eval-every 0 --sample-every 0
+        step sanitizer/$tool 25 compute-sanitizer --tool $tool --error-exitcode 9 \
+            "$TEST" diff --device cuda --dtype bf16 \
+            --shape B=2,T=100,V=130,C=104,heads=3,kv=1,hd=40,E=3,K=2,I=104
     done
 else
     summary+=("sanitizer                skipped: no compute-sanitizer in the PATH")
 fi
 for dtype in fp32 bf16; do
-    step bench/$dtype 25 "$TRAIN" bench --preset small --device cuda --dtype $dtype
+    step bench/$dtype 20 "$TRAIN" bench --preset small --device cuda --dtype $dtype
     echo
     cat "$work/out"
 done

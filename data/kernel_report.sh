@@ -4,14 +4,16 @@
 #
 #     regs        registers a thread
 #     spill       bytes a thread that registers had no room for, stores and loads together
-#     smem        bytes of shared memory a block, as the compiler knows it; and with what a launch adds,
-#                 which only the source can say:  // kernel-report: NAME BYTES  (NAME without template)
+#     smem        bytes of shared memory a block: what the compiler knows, and what the kernel says
+#                 with takes_shared (moe_kernels.cu) of its launch; + where that depends on the model
 #     threads     of a block, from __launch_bounds__; without them 256 are assumed, and marked ?
-#     occupancy   warps that fit a multiprocessor, of the most there can be, by those four
-#     mma, 16 B   matrix instructions and 16-byte accesses (also cp.async) in its PTX
+#     occupancy   warps that fit a multiprocessor, of the most there can be, by those four; 0%: a
+#                 block takes more shared memory than there is
+#     mma, 16 B   matrix instructions and 16-byte accesses (also cp.async, ldmatrix) in its PTX
 #
-# The limits of an architecture are those of the CUDA programming guide, table of compute capabilities.
-# Exit status 1 when a kernel spills.
+# TileShape<BM, BN, ...> is shown as BMxBN; enumerators by their names in SOURCE. The limits of an
+# architecture are those of the CUDA programming guide, table of compute capabilities. Exit status 1
+# when a kernel spills.
 set -uo pipefail
 export LC_ALL=C
 
@@ -20,27 +22,47 @@ stop() { echo "kernel-report: $*" >&2; exit 2; }
 [ -s "$folder/ptxas.log" ] || stop "$folder/ptxas.log: expected what ptxas says, found nothing"
 ls "$folder"/*.ptx >/dev/null 2>&1 || stop "$folder: expected the PTX of the kernels, found none"
 
-# A template's name as a reader would say it: gemm<bf16, 128>.
+# s/(Enum)2/NAME/ for every enumerator of SOURCE that templates may have: enum Enum { ... }
+enumerators() {
+    sed -E 's|//.*||' "$source" | awk '
+        /^enum [A-Za-z_]+ \{/ { name = $2; list = ""; inside = 1 }
+        inside { list = list $0 }
+        inside && /\}/ {
+            gsub(/.*\{|\}.*|[ \t]/, "", list)
+            n = split(list, value, ",")
+            for (i = 1; i <= n; i++) printf "s/\\(%s\\)%d([,>])/%s\\1/g\n", name, i - 1, value[i]
+            inside = 0
+        }'
+}
+# A template's name as a reader would say it: product<bf16, 128x128, NT, GLU, true>.
 short() {
     if command -v c++filt >/dev/null; then c++filt; else cat; fi |
+        sed -E "$(enumerators)" |
         sed -E 's/^void //; s/\(anonymous namespace\):://g; s/__nv_bfloat16/bf16/g; s/__half/fp16/g
+            s/TileShape<([0-9]+), ([0-9]+)(, [0-9]+)*>/\1x\2/g; s/_kernel([<(]|$)/\1/
             s/\((int|unsigned int|bool|[A-Za-z_]*)\)([0-9])/\2/g; s/\(.*//; s/ +>/>/g'
 }
 
 {
-    sed -nE 's|^.*// *kernel-report: ([A-Za-z_0-9]+) ([0-9]+).*|dynamic \1 \2|p' "$source"
-    # of each entry of each PTX: threads, matrix instructions, 16-byte accesses
+    # of each entry of each PTX: threads, matrix instructions, 16-byte accesses, what it says of
+    # dynamic shared memory
     awk '
-        function out() { if (name != "") print "ptx", arch, name, threads + 0, mma + 0, wide + 0 }
-        FNR == 1 { out(); name = "" }
+        function out() {
+            if (name != "") print "ptx", arch, name, threads + 0, mma + 0, wide + 0, dynamic
+        }
+        FNR == 1 { out(); name = ""; delete external }
         /^\.target / { arch = $2; gsub(/sm_|,.*/, "", arch) }
+        /^\.extern \.shared / { x = $NF; sub(/\[.*/, "", x); external[x] }
         /\.entry / { out(); name = $0; sub(/.*\.entry +/, "", name); sub(/[ (].*/, "", name)
-                     threads = mma = wide = 0 }
+                     threads = mma = wide = 0; dynamic = "none" }
+        dynamic == "none" { for (x in external) if ($0 ~ "[ ,[]" x "[],;+]") dynamic = "unsaid" }
+        /\/\/ dynamic shared memory: / { dynamic = $NF }
         /^\.(maxntid|reqntid)/ { gsub(/,/, " "); threads = $2 * ($3 ? $3 : 1) * ($4 ? $4 : 1) }
         /mma\.sync|wgmma\.mma/ { mma++ }
-        /(ld|st)\.(global|shared)[a-z0-9.:]*\.v4\.(f32|b32|u32|s32)/ { wide++ }
-        /(ld|st)\.(global|shared)[a-z0-9.:]*\.v2\.(f64|b64|u64|s64)/ { wide++ }
+        /(ld|st)(\.(global|shared)[a-z0-9.:]*)?\.v4\.(f32|b32|u32|s32)/ { wide++ }
+        /(ld|st)(\.(global|shared)[a-z0-9.:]*)?\.v2\.(f64|b64|u64|s64)/ { wide++ }
         /cp\.async\.c[ga]\.shared.*, *16[,;]/ { wide++ }
+        /ldmatrix\.sync.*\.x4/ { wide++ } # a lane reads the 16 bytes of a row
         END { out() }' "$folder"/*.ptx
     awk -F"'" '
         function out() { if (name != "") print "used", arch, name, regs, spill + 0, smem + 0 }
@@ -69,20 +91,20 @@ paste -d '\t' "$folder/report.raw" \
         function ceil(x, step) { return int((x + step - 1) / step) * step }
         function least(a, b) { return a < b ? a : b }
         { split($1, f, " ") }
-        f[1] == "dynamic" { dynamic[f[2]] = f[3]; next }
         f[1] == "ptx" {
             threads[f[2], f[3]] = f[4]; mma[f[2], f[3]] = f[5]; wide[f[2], f[3]] = f[6]
+            dynamic[f[2], f[3]] = f[7]
             next
         }
         {
-            arch = f[2]; name = f[3]; base = $2; sub(/<.*/, "", base); sub(/.*::/, "", base)
+            arch = f[2]; name = f[3]
             if (arch != before) {
-                printf "%ssm_%-49s %4s %5s %7s %8s %9s %5s %5s\n", before == "" ? "" : "\n", arch,
+                printf "%ssm_%-42s %4s %5s %8s %8s %9s %5s %5s\n", before == "" ? "" : "\n", arch,
                     "regs", "spill", "smem", "threads", "occupancy", "mma", "16 B"
                 before = arch
             }
             block = threads[arch, name] ? threads[arch, name] : 256
-            smem = f[6] + (base in dynamic ? dynamic[base] : 0)
+            smem = f[6] + dynamic[arch, name]
             occupancy = "?"
             if ((arch + 0) in limit) {
                 split(limit[arch + 0], w, " ")
@@ -93,8 +115,9 @@ paste -d '\t' "$folder/report.raw" \
                 blocks = least(least(byregs, bysmem), least(int(w[2] / warps), w[4]))
                 occupancy = sprintf("%.0f%%", 100 * blocks * warps / w[2])
             }
-            printf "%-52s %4d %5d %7d %7d%s %9s %5d %5d\n", substr($2, 1, 52), f[4], f[5], smem, block,
-                threads[arch, name] ? " " : "?", occupancy, mma[arch, name], wide[arch, name]
+            printf "%-45s %4d %5d %7d%s %7d%s %9s %5d %5d\n", $2, f[4], f[5], smem,
+                dynamic[arch, name] == "unsaid" ? "+" : " ", block, threads[arch, name] ? " " : "?",
+                occupancy, mma[arch, name], wide[arch, name]
             spills += f[5] > 0
             kernels++
         }
