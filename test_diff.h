@@ -627,7 +627,7 @@ static void diff_experts(const Shape *s) {
         {"dense", IN_PLACE | IDENTITY, 0}, {"dense-kept-A", IDENTITY | KEEP_A, 1},
         {"dense-accumulate", IDENTITY | ADD, 1}, {"capacity", IN_PLACE | CAPPED, 1},
         {"rounded", IN_PLACE | TILED | KEEP_A, 0}};
-    const int N = s->B * s->T, large = (double)N * s->C * s->I > 1e6;
+    const int N = s->B * s->T, large = (double)N * s->C * s->I > 1e6 || N > 1000;
     for (size_t i = 0; i < COUNT(forms); i++) {
         const int dense = forms[i].variant & IDENTITY;
         if (large && forms[i].small) continue;

@@ -10,7 +10,7 @@
 # data/mutants.tsv has a row for each mutant, of six columns between tabs; the last may be missing.
 # Rows that start with # are comments:
 #   name        GROUP/WHAT
-#   operations  of `test_moe diff --op`, with commas, in the order they are tried; a word with a / is
+#   operations  of `test_moe diff --op`, with commas, in the order they are tried; a word with / is
 #               the name of checks of test_moe
 #   types       fp32, bf16 or both, likewise
 #   old text    as it stands in moe_kernels.cu, where it must occur exactly once; \n is a new line.
