@@ -69,6 +69,9 @@ FAULT(shuffle_outside_its_mask, 32, 0, "leaves its own lane out") {
 FAULT(shuffle_masks_differ, 32, 0, "with mask") {
     i[threadIdx.x] = __shfl_sync(threadIdx.x < 16 ? ALL : 0xFFFF0000u, (int)threadIdx.x, 0);
 }
+FAULT(other_shared_memory_than_said, 32, 512, "launched with 512 bytes of dynamic shared memory") {
+    takes_shared<1024>();
+}
 FAULT(matrix_in_a_part_of_a_warp, 48, 0, "not whole") {
     float d[4] = {};
     const unsigned a[4] = {}, b[2] = {};
