@@ -241,7 +241,8 @@ $(B)/train_moe: $(B)/train_moe.o $(CPU) $(CUDA_OBJECT)
 # The tests measure against moe_f64.o, the same backend in double precision. test_moe diff --with
 # compiles a file of its own as moe_cpu.c or moe_kernels.cu is compiled, and loads it.
 $(B)/test_moe.o: DEFINES += '-DWITH_CC="$(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(CPPFLAGS)"' \
-    '-DWITH_CXX="$(EMULATED_CXX)"' '-DWITH_NVCC="$(CUDA_NVCC) -std=c++17 $(NVCCFLAGS)"'
+    $(if $(EMULATED),'-DWITH_CXX="$(EMULATED_CXX)"') \
+    $(if $(CUDA_OBJECT),'-DWITH_NVCC="$(CUDA_NVCC) -std=c++17 $(NVCCFLAGS)"')
 $(B)/test_moe: LIBS += -ldl
 $(B)/test_moe: $(B)/test_moe.o $(CPU) $(B)/moe_f64.o $(CUDA_OBJECT) $(EMULATED)
 	$(LINK)

@@ -71,6 +71,7 @@ keep          whole  yes 1
 log-every     whole  yes 1
 device        name   -   cpu                        gpu
 dtype         name   -   fp32                       bf16,fp16
+dense         name   -   own                        cublas,mkl
 recompute     whole  yes 1,2                        3
 threads       whole  yes 1,2                        100000
 seed          whole  yes 123456789
