@@ -214,7 +214,10 @@ DISPATCH := -DMOE_DISPATCH
 endif
 endif
 
-# The devices besides the CPU: which a program has, its commands.h must know.
+# The devices besides the CPU: which a program has, its commands.h must know. (The environment has no
+# say in it: the tests have an EMULATED there.)
+CUDA_OBJECT :=
+EMULATED    :=
 ifneq ($(CUDA_SMS),)
 CUDA_DIR    := build/cuda-$(subst $(space),-,$(CUDA_SMS))$(if $(CUBLAS_WORKS),,-no-cublas)
 CUDA_OBJECT := $(CUDA_DIR)/moe_kernels.o

@@ -277,7 +277,7 @@ enum Epilogue {
     STORE,  // out[s] (+)= v
     LOGITS, // the same, out is float
     GLU,    // H[s] = v (gate and up rows of B side by side), A[s] = silu(gate) * up
-    DGLU,   // v is da': dH[s], sA[s] and the sum over this tile's columns of da' * a
+    DGLU,   // v is da': dH[s], sA[s] and, PART columns at a time, the sum of da' * a
     GRAD    // form TN: out[e] += v, float
 };
 template <class T> struct Product {
@@ -294,7 +294,7 @@ template <class T> struct Product {
     T *A;                // (S,I), GLU: A, DGLU: sA
     const T *H;          // (S,2I)
     const float *weight; // (S), NULL: 1
-    float *partial;      // (S, column tiles), NULL: not asked for
+    float *partial;      // (S, parts_of(n)), NULL: not asked for
 };
 
 /* A tile of the output: BM rows, BN columns, cut among warps of WM x WN. The depth of a step is 64
@@ -305,7 +305,9 @@ template <int BM_, int BN_, int WM_, int WN_> struct TileShape {
 };
 typedef TileShape<128, 128, 64, 32> BigTile;
 typedef TileShape<32, 64, 16, 32> SmallTile; // few rows, or sizes that 16 bytes do not divide
-enum { STAGES = 3 };                         // tiles of A and B under way at a time
+enum { PART = SmallTile::BN };               // columns of a part of dS: both tiles hold whole ones
+__host__ __device__ inline int parts_of(int I) { return pieces_of(I, PART); }
+enum { STAGES = 3 }; // tiles of A and B under way at a time
 
 template <class T, class S, Form FORM> struct Layout {
     enum {
@@ -466,7 +468,7 @@ template <class T> __device__ inline float rounded(float x) { return to_float(fr
 
 /* Takes the sums of a tile to memory, a vector at a time. */
 template <class T, class S, Form FORM, Epilogue EPI, bool VEC>
-__device__ inline void product_epilogue(const Product<T> &p, Place at, char *shared, int columns) {
+__device__ inline void product_epilogue(const Product<T> &p, Place at, char *shared) {
     typedef Layout<T, S, FORM> Y;
     typedef typename std::conditional<EPI == LOGITS || EPI == GRAD, float, T>::type Out;
     enum {
@@ -528,10 +530,15 @@ __device__ inline void product_epilogue(const Product<T> &p, Place at, char *sha
     }
     __syncthreads();
     if (EPI == DGLU && p.partial) {
-        for (int r = threadIdx.x; r < S::BM && at.m0 + r < last; r += S::THREADS) {
+        // a part is PART columns, whatever the tile: the sum of a row has one order
+        enum { PARTS = EPI == DGLU ? WIDTH / PART : 1, EACH = ACROSS / PARTS };
+        const int parts = parts_of(p.n);
+        for (int v = threadIdx.x; v < S::BM * PARTS; v += S::THREADS) {
+            const int r = v / PARTS, part = at.n0 / PART + v % PARTS;
+            if (at.m0 + r >= last || part >= parts) continue;
             float sum = 0;
-            for (int i = 0; i < ACROSS; i++) sum += row_sums[r * ACROSS + i];
-            p.partial[(size_t)(at.m0 + r) * columns + at.n0 / WIDTH] = sum;
+            for (int i = 0; i < EACH; i++) sum += row_sums[v * EACH + i];
+            p.partial[(size_t)(at.m0 + r) * parts + part] = sum;
         }
         __syncthreads(); // the next tile goes where these sums lie
     }
@@ -550,12 +557,9 @@ __global__ void __launch_bounds__(S::THREADS, 512 / S::THREADS) product_kernel(c
     for (int t = blockIdx.x; walk.next(p, columns, t, &at); t += gridDim.x) {
         at.n0 *= WIDTH;
         product_tile<T, S, FORM, EPI, VEC>(p, at, shared);
-        product_epilogue<T, S, FORM, EPI, VEC>(p, at, shared, columns);
+        product_epilogue<T, S, FORM, EPI, VEC>(p, at, shared);
     }
 }
-
-// Column tiles of a GLU or DGLU product of I columns: `partial` is sized by it.
-static inline int most_column_tiles(int I) { return pieces_of(I, SmallTile::BN); }
 
 template <class T, class S, Form FORM, Epilogue EPI, bool VEC>
 static void launch_product(const Product<T> &p) {
@@ -581,23 +585,19 @@ static void launch_product(const Product<T> &p) {
     launched("product");
 }
 static inline int on16(const void *p) { return (uintptr_t)p % 16 == 0; }
-template <class T, Form FORM, Epilogue EPI>
-static int product(const Product<T> &p) { // returns the column tiles
+template <class T, Form FORM, Epilogue EPI> static void product(const Product<T> &p) {
     const size_t size = sizeof(T), out = EPI == LOGITS || EPI == GRAD ? sizeof(float) : size;
     const int vec = p.lda * size % 16 == 0 && p.ldb * size % 16 == 0 &&
         p.b_stride * size % 16 == 0 && p.ldo * out % 16 == 0 && p.out_stride * out % 16 == 0 &&
         on16(p.a) && on16(p.b) && on16(p.out) &&
         ((EPI != GLU && EPI != DGLU) || (p.n * size % 16 == 0 && on16(p.A) && on16(p.H)));
     const int big = (FORM == TN ? p.m : p.rows / p.groups) > 96 && p.n > (EPI == GLU ? 48 : 96);
-    if (vec && big) {
+    if (vec && big)
         launch_product<T, BigTile, FORM, EPI, true>(p);
-        return pieces_of(p.n, EPI == GLU ? BigTile::BN / 2 : BigTile::BN);
-    }
-    if (vec)
+    else if (vec)
         launch_product<T, SmallTile, FORM, EPI, true>(p);
     else
         launch_product<T, SmallTile, FORM, EPI, false>(p);
-    return pieces_of(p.n, EPI == GLU ? SmallTile::BN / 2 : SmallTile::BN);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -847,7 +847,7 @@ static void embedding_backward(
     int *first = carve<int>(&scratch, (size_t)sort_blocks(N) * DIGITS);
     int *offsets = carve<int>(&scratch, DIGITS + 1);
     SortKeys k = {tokens, NULL, N, 0, DIGITS - 1, DIGITS};
-    for (; k.shift == 0 || (V - 1) >> k.shift > 0; k.shift += DIGIT_BITS) {
+    for (; k.shift == 0 || (k.shift < 32 && (V - 1) >> k.shift > 0); k.shift += DIGIT_BITS) {
         sort_count(first, offsets, k);
         embedding_order_kernel<<<sort_blocks(N), THREADS, 0, device.stream>>>(order, first, k);
         launched("embedding_order");
@@ -1054,8 +1054,11 @@ static cublasHandle_t open_cublas(const char **why) {
     cublas_gemm = (CublasGemm *)dlsym(lib, "cublasGemmEx");
     if (!create || !set_stream || !cublas_gemm) return NULL;
     *why = "one that does not start on this GPU";
-    if (create(&handle) != CUBLAS_STATUS_SUCCESS) return NULL;
-    return set_stream(handle, device.stream) == CUBLAS_STATUS_SUCCESS ? handle : NULL;
+    if (create(&handle) == CUBLAS_STATUS_SUCCESS &&
+        set_stream(handle, device.stream) == CUBLAS_STATUS_SUCCESS)
+        return handle;
+    (void)cudaGetLastError(); // *why says it, not the next launch
+    return NULL;
 }
 
 static cudaDataType_t cublas_type(size_t size) {
@@ -2764,10 +2767,10 @@ static void expert_down_backward(act_t *dH, act_t *sA, stat_t *dS, grad_t *dW2, 
     p.out = dH, p.ldo = 2 * (size_t)I;
     p.A = (T *)sA, p.H = (const T *)H, p.weight = (const float *)plan->weight;
     p.partial = dS ? (float *)scratch : NULL;
-    const int parts = product<T, NN, DGLU>(p);
+    product<T, NN, DGLU>(p);
     if (dS) {
         sum_parts_kernel<<<blocks_for(plan->S_max, THREADS), THREADS, 0, device.stream>>>(
-            (float *)dS, p.partial, parts, plan->offsets, plan->E);
+            (float *)dS, p.partial, parts_of(I), plan->offsets, plan->E);
         launched("sum_parts");
     }
     Product<T> g = by_expert<T>(plan);
@@ -2805,7 +2808,7 @@ static size_t experts_scratch(const Config *c, const ScratchShape *s) {
         round_up(slots * sizeof(int), ARENA_ALIGN) + 2 * round_up(E * sizeof(int), ARENA_ALIGN);
     const size_t combine = ints + round_up(chunk * C * sizeof(float), ARENA_ALIGN) +
         round_up(chunk * I * sizeof(float), ARENA_ALIGN);
-    const size_t partial = round_up(slots * most_column_tiles((int)I) * sizeof(float), ARENA_ALIGN);
+    const size_t partial = round_up(slots * parts_of((int)I) * sizeof(float), ARENA_ALIGN);
     return combine > partial ? combine : partial;
 }
 
@@ -3160,7 +3163,9 @@ static void params_changed(void *copies, const param_t *params, const TensorTabl
 
 static void *device_alloc(size_t bytes) {
     void *p = NULL;
-    return cudaMalloc(&p, bytes + !bytes) == cudaSuccess ? p : NULL;
+    if (cudaMalloc(&p, bytes + !bytes) == cudaSuccess) return p;
+    (void)cudaGetLastError(); // said by the caller, not by the next launch
+    return NULL;
 }
 static void device_release(void *p) { check(cudaFree(p), "release"); }
 static void to_device(void *dst, const void *src, size_t bytes) {
