@@ -357,7 +357,7 @@ train_moe $(TESTS): %: FORCE $(B)/%
 # Each in two parts: the second make starts when the libraries are there, and probes for them.
 train: deps
 	@$(MAKE) train-run
-train-run: all
+train-run: $(B)/train_moe $(filter train_moe,$(ROOT))
 	@TEXT='$(TEXT)' TRAIN=$(if $(ROOT),./,$(B)/)train_moe data/run_train.sh
 
 test: deps
