@@ -197,7 +197,7 @@ include $(CONFIG)
 endif
 
 # ---- the programs --------------------------------------------------------------------------------
-DEFINES = $(if $(PCRE2_LIB),-DUSE_PCRE2) $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
+DEFINES = $(if $(PCRE2_LIB),-DUSE_PCRE2)
 COMPILE = $(CC) $(NUMERICS) $(CFLAGS) $(ARCH) $(OMP) $(WARNINGS) $(DEFINES) $(CPPFLAGS) $(MODE) -MMD -MP
 LIBS    = $(PCRE2_LIB) -ljansson -lm
 LINKER  = $(if $(filter $(CUDA_OBJECT) %/moe_emulated.o,$^),$(CXX),$(CC))
@@ -257,6 +257,7 @@ $(B)/test_tokens: $(B)/test_tokens.o
 	$(LINK)
 $(B)/test_fuzz: $(B)/test_fuzz.o
 	$(LINK)
+$(B)/test_comm.o: DEFINES += $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
 $(B)/test_comm: LIBS += $(MPI_LIBS)
 $(B)/test_comm: $(B)/test_comm.o
 	$(LINK)
@@ -276,8 +277,8 @@ $(B)/moe_avx512.o: moe_cpu.c $(CONFIG)
 # ---- the kernels ---------------------------------------------------------------------------------
 # At -O1, and -O0 with the sanitizers: compiling is what takes time.
 EMULATED_MODE = $(patsubst -O1,-O0,$(MODE))
-EMULATED_CXX = $(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(patsubst -O3,-O1,$(CFLAGS)) $(ARCH) $(OMP) \
-    -Wno-unknown-pragmas $(CPPFLAGS) -I. -include cuda_cpu.h
+EMULATED_CXX = $(CXX) -std=c++17 $(filter-out -std=%,$(NUMERICS)) $(patsubst -O3,-O1,$(CFLAGS)) \
+    $(ARCH) $(OMP) -Wno-unknown-pragmas $(CPPFLAGS) -I. -include cuda_cpu.h
 # On the CPU: launches and shared memory are rewritten by data/cuda_cpu.sed, which says how; the
 # rest of CUDA is in cuda_cpu.h. The line numbers are those of the kernels.
 EMULATED_SOURCE = { echo '$(hash)line 1 "$<"'; sed -z -E -f data/cuda_cpu.sed $<; } >$@
@@ -287,11 +288,13 @@ $(B)/moe_emulated.o $(M)/moe_emulated.o: %/moe_emulated.o: \
     %/moe_kernels_cpu.cpp cuda_cpu.h $(CONFIG)
 	$(EMULATED_CXX) $(WARNINGS) $(EMULATED_MODE) -MMD -MP -Dbackend_cuda=backend_emulated -c $< -o $@
 
-# train_moe with the emulated device: the other objects are those of the ordinary build.
+# The tests of cuda_cpu.h itself.
 $(B)/test_emulated.o: $(B)/test_emulated_cpu.cpp cuda_cpu.h $(CONFIG)
 	$(EMULATED_CXX) $(WARNINGS) $(MODE) -MMD -MP -c $< -o $@
 $(B)/test_emulated: $(B)/test_emulated.o
 	$(CXX) $(CFLAGS) $(ARCH) $(OMP) $(MODE) -o $@ $< $(LDFLAGS)
+
+# train_moe with the emulated device: the other objects are those of the ordinary build.
 $(E)/train_moe.o: train_moe.c $(CONFIG)
 	@mkdir -p $(@D)
 	$(COMPILE) $(DISPATCH) -c $< -o $@

@@ -194,11 +194,6 @@ typedef struct CommWorld { // what all groups of a program share
 // -------------------------------------------------------------------------------------------------
 // small things
 
-static inline double comm_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 static inline size_t comm_type_size(CommType t) { return t == COMM_F32 || t == COMM_I32 ? 4 : 8; }
 
 // The type of values that a backend calls F32 or F64.
@@ -368,7 +363,7 @@ static int comm_mpi_done(CommRequest *q) {
         else
             comm_mpi_check(rc, "MPI_Testsome");
         if (n == MPI_UNDEFINED || n == 0) continue;
-        q->c->world->heard = comm_now();
+        q->c->world->heard = now_s();
         q->n_left -= n;
         for (int i = 0; i < n; i++) {
             const CommMessage *k = &q->message[at + which[i]];
@@ -451,7 +446,7 @@ static CommRequest *comm_request(Comm *c, CommKind kind) {
     q->round = 0;
     q->rounds = q->phases = 1;
     q->home = NULL;
-    q->began = comm_now();
+    q->began = now_s();
     q->seconds = 0;
     // messages do not overtake one another: a tag may come again once the operation before is done
     q->tag = c->id * COMM_TAGS + (int)(c->calls++ % COMM_TAGS);
@@ -533,7 +528,7 @@ static CommRequest *comm_launch(CommRequest *q) {
     if (q->c->back->enter) q->c->back->enter(q);
     comm_post(q);
     comm_advance(q);
-    q->seconds = comm_now() - q->began;
+    q->seconds = now_s() - q->began;
     return q;
 }
 
@@ -589,14 +584,14 @@ COMM_FN void comm_poll(Comm *c) { comm_progress(c->world); }
 COMM_FN void comm_finish(CommRequest *q) {
     if (!q) return;
     CommWorld *w = q->c->world;
-    const double since = comm_now();
+    const double since = now_s();
     if (!q->active) die(RUN_ERROR, "internal: an operation between ranks was finished twice");
     w->heard = since;
     while (!q->complete) {
         comm_progress(w);
         if (q->complete) break;
 #ifdef USE_MPI
-        const double now = comm_now();
+        const double now = now_s();
         if (now - w->heard > w->timeout)
             die(RUN_ERROR,
                 "rank %d waited %.0f s in %s for rank %d, which is gone, hangs, or does something "
@@ -614,7 +609,7 @@ COMM_FN void comm_finish(CommRequest *q) {
     if (q->home && q->home_bytes)
         q->c->device.to_device(q->home, q->memory[COMM_STAGE_OUT], q->home_bytes);
     if (q->c->back->join) q->c->back->join(q);
-    if (!q->c->stream) q->c->count[q->kind].seconds += q->seconds + comm_now() - since;
+    if (!q->c->stream) q->c->count[q->kind].seconds += q->seconds + now_s() - since;
     q->active = 0;
 }
 

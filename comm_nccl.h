@@ -122,13 +122,13 @@ static void comm_nccl_open(Comm *c, ncclUniqueId unique) {
 
 // Waits on the host until all is done that was queued.
 static void comm_nccl_sync(Comm *c) {
-    const double since = comm_now();
+    const double since = now_s();
     for (cudaError_t rc; (rc = cudaStreamQuery((cudaStream_t)c->stream)) != cudaSuccess;) {
         ncclResult_t state;
         if (rc != cudaErrorNotReady) comm_cuda_check(rc, "cudaStreamQuery");
         comm_nccl_check(ncclCommGetAsyncError((ncclComm_t)c->nccl, &state), "async error");
         comm_nccl_check(state, "an operation between ranks");
-        if (comm_now() - since > c->world->timeout)
+        if (now_s() - since > c->world->timeout)
             die(RUN_ERROR, "rank %d waited %.0f s for the others on its device", c->member[c->rank],
                 c->world->timeout);
         sched_yield();

@@ -19,7 +19,6 @@
 #include "watch.h"
 
 #include <signal.h>
-#include <time.h>
 
 typedef enum { DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED } Device;
 typedef enum { DTYPE_FP32, DTYPE_BF16 } Dtype;
@@ -117,12 +116,6 @@ static void apply_preset(Options *o, const char *name) {
 
 // -------------------------------------------------------------------------------------------------
 // small things
-
-static double now_s(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
 
 /* The device of --device in the type of --dtype; ends the program where this build or this machine
    has none. Masters, gradients and moments are float in every type, so a checkpoint knows neither. */

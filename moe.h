@@ -28,6 +28,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef void act_t;   // activations: real on the CPU, float or bf16 on a GPU
 typedef void param_t; // weights: likewise
@@ -96,6 +97,13 @@ warn(const char *fmt, ...) {
     va_start(ap, fmt);
     say_line("warning", fmt, ap);
     va_end(ap);
+}
+
+// seconds on a clock that only goes forward
+static inline double now_s(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
 /* What went wrong, for functions whose caller may have another way: they return fail(...) = -1. A

@@ -29,7 +29,6 @@
 #include "moe.h"
 
 #include <math.h>
-#include <time.h>
 #include <type_traits>
 
 typedef __nv_bfloat16 bf16;
@@ -210,6 +209,32 @@ __device__ inline void warp_product(
     }
 }
 
+// W adjacent values as floats: the 16 bytes of an access, or one where rows do not consist of those
+template <class T, int W> __device__ inline void read_values(float *x, const T *p) {
+    if constexpr (W == 1) {
+        x[0] = to_float(*p);
+    } else {
+        const uint4 all = load16(p);
+        T v[W];
+        static_assert(sizeof all == sizeof v, "W values are 16 bytes");
+        memcpy(v, &all, sizeof all);
+#pragma unroll
+        for (int i = 0; i < W; i++) x[i] = to_float(v[i]);
+    }
+}
+template <class T, int W> __device__ inline void write_values(T *p, const float *x) {
+    if constexpr (W == 1) {
+        *p = from_float<T>(x[0]);
+    } else {
+        T v[W];
+        uint4 all;
+        static_assert(sizeof all == sizeof v, "W values are 16 bytes");
+#pragma unroll
+        for (int i = 0; i < W; i++) v[i] = from_float<T>(x[i]);
+        memcpy(&all, v, sizeof all);
+        store16(p, all);
+    }
+}
 // 16 bytes of T are PER of them. VEC: pointers and row lengths are multiples of 16 bytes. `have`:
 // how many of the PER lie within the matrix.
 template <class T> struct Vec {
@@ -217,31 +242,13 @@ template <class T> struct Vec {
 };
 template <class T, bool VEC> __device__ inline void read_vec(float *v, const T *p, int have) {
     enum { PER = Vec<T>::PER };
-    if (VEC && have >= PER) {
-        union {
-            uint4 whole;
-            T part[PER];
-        } u;
-        u.whole = load16(p);
-#pragma unroll
-        for (int i = 0; i < PER; i++) v[i] = to_float(u.part[i]);
-        return;
-    }
+    if (VEC && have >= PER) return read_values<T, PER>(v, p);
 #pragma unroll
     for (int i = 0; i < PER; i++) v[i] = i < have ? to_float(p[i]) : 0;
 }
 template <class T, bool VEC> __device__ inline void write_vec(T *p, const float *v, int have) {
     enum { PER = Vec<T>::PER };
-    if (VEC && have >= PER) {
-        union {
-            uint4 whole;
-            T part[PER];
-        } u;
-#pragma unroll
-        for (int i = 0; i < PER; i++) u.part[i] = from_float<T>(v[i]);
-        store16(p, u.whole);
-        return;
-    }
+    if (VEC && have >= PER) return write_values<T, PER>(p, v);
 #pragma unroll
     for (int i = 0; i < PER; i++)
         if (i < have) p[i] = from_float<T>(v[i]);
@@ -603,31 +610,7 @@ template <class T, Form FORM, Epilogue EPI> static void product(const Product<T>
 // -------------------------------------------------------------------------------------------------
 // values, partial sums, a stable sort: what the sections below share
 
-// W adjacent values as floats: the 16 bytes of an access, or one where rows do not consist of those
-template <class T, int W> __device__ inline void read_values(float *x, const T *p) {
-    if constexpr (W == 1) {
-        x[0] = to_float(*p);
-    } else {
-        const uint4 all = load16(p);
-        T v[W];
-        static_assert(sizeof all == sizeof v, "W values are 16 bytes");
-        memcpy(v, &all, sizeof all);
-        for (int i = 0; i < W; i++) x[i] = to_float(v[i]);
-    }
-}
-template <class T, int W> __device__ inline void write_values(T *p, const float *x) {
-    if constexpr (W == 1) {
-        *p = from_float<T>(x[0]);
-    } else {
-        T v[W];
-        uint4 all;
-        static_assert(sizeof all == sizeof v, "W values are 16 bytes");
-        for (int i = 0; i < W; i++) v[i] = from_float<T>(x[i]);
-        memcpy(&all, v, sizeof all);
-        store16(p, all);
-    }
-}
-// The same for floats that lie beside W values of another type: W is 1 or a multiple of 4.
+// read_values and write_values for floats that lie beside W values of another type: W is 1 or a multiple of 4.
 template <int W> __device__ inline void read_floats(float *x, const float *p) {
     if constexpr (W == 1)
         x[0] = *p;
@@ -1397,10 +1380,6 @@ enum {
     ATTENTION_THREADS = QUERY_TILE / 16 * WARP_SIZE
 };
 
-template <class T> struct Chunk {
-    enum { SIZE = 16 / sizeof(T) }; // values in 16 bytes
-};
-
 // Two neighbours, x at an even index.
 __device__ inline void store_pair(float *p, float x, float y) { *(float2 *)p = make_float2(x, y); }
 __device__ inline void store_pair(bf16 *p, float x, float y) {
@@ -1412,7 +1391,7 @@ __device__ inline void store_pair(bf16 *p, float x, float y) {
    the block. */
 template <int ROWS, int HD, class T, class At>
 __device__ inline void load_tile(T *tile, int hd, At at) {
-    enum { SIZE = Chunk<T>::SIZE, LD = HD + SIZE };
+    enum { SIZE = Vec<T>::PER, LD = HD + SIZE };
     if (hd % SIZE == 0) {
         for (int i = threadIdx.x; i < ROWS * (HD / SIZE); i += ATTENTION_THREADS) {
             const int row = i / (HD / SIZE), column = i % (HD / SIZE) * SIZE;
@@ -1437,7 +1416,7 @@ __device__ inline void load_tile(T *tile, int hd, At at) {
 template <int NF, class T, class At>
 __device__ inline void store_rows(
     T *tile, int ld, const float (&acc)[1][NF][4], int have, bool chunks, At at) {
-    enum { SIZE = Chunk<T>::SIZE, COLUMNS = 8 * NF };
+    enum { SIZE = Vec<T>::PER, COLUMNS = 8 * NF };
     const int lane = threadIdx.x % WARP_SIZE;
     __syncwarp(); // until every lane has read what it wanted of the tile
 #pragma unroll
@@ -1490,7 +1469,7 @@ template <class T> __device__ inline bool finite_chunk(uint4 v) {
 /* Shared memory of a block: `rows` rows of HD values, and 64 of `wide` (P or dS), each 16 bytes
    longer. */
 template <class T, int HD> __host__ __device__ constexpr int attention_shared(int rows, int wide) {
-    return (rows * (HD + Chunk<T>::SIZE) + 64 * (wide + Chunk<T>::SIZE)) * (int)sizeof(T);
+    return (rows * (HD + Vec<T>::PER) + 64 * (wide + Vec<T>::PER)) * (int)sizeof(T);
 }
 
 /* For key blocks in order: S = Q K^T / sqrt(hd), m the largest S so far, fade = exp(m_before - m):
@@ -1501,7 +1480,7 @@ template <class T, int HD> __host__ __device__ constexpr int attention_shared(in
 template <class T, int HD>
 __global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(HD)) attention_forward_kernel(
     T *out, float *lse, const T *q, const T *k, const T *v, Attn a, float scale2) {
-    enum { LD = HD + Chunk<T>::SIZE, LDP = KEY_BLOCK + Chunk<T>::SIZE };
+    enum { LD = HD + Vec<T>::PER, LDP = KEY_BLOCK + Vec<T>::PER };
     extern __shared__ uint4 memory[];
     __shared__ int broken; // a value that is not finite was met
     takes_shared<attention_shared<T, HD>(QUERY_TILE + 2 * KEY_BLOCK, KEY_BLOCK)>();
@@ -1575,7 +1554,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(HD)) attentio
         /* 0 times Inf or NaN is NaN: where some row does not see all of the block, such values are
            looked for. A row that sees one becomes NaN there; the others must not meet it. */
         if (j0 + KEY_BLOCK - 1 > start + r0 / group) {
-            enum { SIZE = Chunk<T>::SIZE, CHUNKS = KEY_BLOCK * (HD / SIZE) };
+            enum { SIZE = Vec<T>::PER, CHUNKS = KEY_BLOCK * (HD / SIZE) };
             for (int i = threadIdx.x; i < CHUNKS; i += ATTENTION_THREADS)
                 if (!finite_chunk<T>(load16(V + i / (HD / SIZE) * LD + i % (HD / SIZE) * SIZE)))
                     broken = 1;
@@ -1617,7 +1596,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(HD)) attentio
         if (lse && lane % 4 == 0 && i < w_rows)
             lse[query_row(a, b, kv, r)] = m[h] * scale2 * LN2 + logf(total);
     }
-    store_rows(Qw, LD, o, hd, hd % Chunk<T>::SIZE == 0, [&](int i) {
+    store_rows(Qw, LD, o, hd, hd % Vec<T>::PER == 0, [&](int i) {
         return w0 + i < group * a.T ? out + output_row(a, b, kv, w0 + i) * hd : nullptr;
     });
 }
@@ -1647,7 +1626,7 @@ template <class T, int HD, int STRIP, int WIDE>
 __global__ void __launch_bounds__(ATTENTION_THREADS, STRIP > 32 ? 2 : 3)
     attention_dkdv_kernel(T *dk, T *dv, const T *dout, const float *lse, const float *D, const T *q,
         const T *k, const T *v, Attn a, float scale) {
-    enum { LD = HD + Chunk<T>::SIZE, LDX = WIDE + Chunk<T>::SIZE };
+    enum { LD = HD + Vec<T>::PER, LDX = WIDE + Vec<T>::PER };
     extern __shared__ uint4 memory[];
     __shared__ float row_lse[WIDE];
     __shared__ float row_D[WIDE];
@@ -1726,7 +1705,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, STRIP > 32 ? 2 : 3)
     for (int j = 0; j < STRIP / 8; j++)
 #pragma unroll
         for (int x = 0; x < 4; x++) dK[0][j][x] *= scale;
-    const bool chunks = hd % Chunk<T>::SIZE == 0;
+    const bool chunks = hd % Vec<T>::PER == 0;
     store_rows(Kw, LD, dK, hd - c0, chunks,
         [&](int i) { return i < w_keys ? dk + (cache + w0 + i) * hd + c0 : nullptr; });
     store_rows(Vw, LD, dV, hd - c0, chunks,
@@ -1740,7 +1719,7 @@ template <class T, int HD, int WIDE>
 __global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(2 * HD))
     attention_dq_kernel(T *dq, const T *dout, const float *lse, const float *D, const T *q,
         const T *k, const T *v, Attn a, float scale) {
-    enum { LD = HD + Chunk<T>::SIZE, LDX = WIDE + Chunk<T>::SIZE };
+    enum { LD = HD + Vec<T>::PER, LDX = WIDE + Vec<T>::PER };
     extern __shared__ uint4 memory[];
     takes_shared<attention_shared<T, HD>(2 * QUERY_TILE + 2 * WIDE, WIDE)>();
     T *Q = (T *)memory, *dO = Q + QUERY_TILE * LD, *K = dO + QUERY_TILE * LD, *V = K + WIDE * LD,
@@ -1808,7 +1787,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, blocks_beside(2 * HD))
     for (int j = 0; j < HD / 8; j++)
 #pragma unroll
         for (int x = 0; x < 4; x++) dQ[0][j][x] *= scale;
-    store_rows(Qw, LD, dQ, hd, hd % Chunk<T>::SIZE == 0,
+    store_rows(Qw, LD, dQ, hd, hd % Vec<T>::PER == 0,
         [&](int i) { return i < w_rows ? dq + query_row(a, b, kv, w0 + i) * hd : nullptr; });
 }
 
@@ -2053,10 +2032,9 @@ __device__ inline float router_softmax(float *z, int E) {
     for (int e = 0; e < E; e++) z[e] *= inv;
     return top + logf(sum);
 }
-__device__ inline float logistic(float x) { return 1 / (1 + expf(-x)); }
-// s = logistic(z) in place
+// s = sigmoid(z) in place
 __device__ inline void router_sigmoid(float *z, int E) {
-    for (int e = 0; e < E; e++) z[e] = logistic(z[e]);
+    for (int e = 0; e < E; e++) z[e] = sigmoid(z[e]);
 }
 // without touching z
 __device__ inline float log_sum_exp(const float *z, int E) {
@@ -2536,7 +2514,7 @@ __global__ void __launch_bounds__(THREADS) plan_weights_kernel(
     while (k < r.K && idx[n * r.K + k] != e) k++;
     const float z = logits[n * r.E + e];
     ((float *)p.weight)[s] = k < r.K ? weight[n * r.K + k]
-        : r.kind == ROUTER_SIGMOID   ? logistic(z)
+        : r.kind == ROUTER_SIGMOID   ? sigmoid(z)
                                      : expf(z - lse[n]);
 }
 
@@ -3140,16 +3118,16 @@ static void update_bias(
     launched("update_bias");
 }
 
-// All parameters rounded to bf16, at the same offsets; 8 of them a thread and turn.
+// All parameters rounded to bf16, at the same offsets; 8 of them a thread and turn, which divides
+// count: tensors start on ARENA_ALIGN bytes.
 __global__ void __launch_bounds__(THREADS)
     params_changed_kernel(bf16 *copies, const float *params, size_t count) {
-    const size_t wide = count / 8 * 8, t = (size_t)blockIdx.x * THREADS + threadIdx.x;
     float x[8];
-    for (size_t i = t * 8; i < wide; i += (size_t)gridDim.x * THREADS * 8) {
+    for (size_t i = ((size_t)blockIdx.x * THREADS + threadIdx.x) * 8; i < count;
+         i += (size_t)gridDim.x * THREADS * 8) {
         read_floats<8>(x, params + i);
         write_values<bf16, 8>(copies + i, x);
     }
-    if (wide + t < count) copies[wide + t] = from_float<bf16>(params[wide + t]);
 }
 
 static void params_changed(void *copies, const param_t *params, const TensorTable *t) {
@@ -3214,26 +3192,21 @@ template <class T> __global__ void __launch_bounds__(THREADS) peak_kernel(float 
     for (int c = 0; c < PEAK_CHAINS; c++) sum += d[c][0] + d[c][1] + d[c][2] + d[c][3];
     if (sum == -1) out[threadIdx.x] = sum;
 }
-static double seconds_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
 template <class T> static double peak(double seconds) { // GFLOP/s
     const int grid = 8 * device.processors;
     const double each = 2.0 * grid * PEAK_CHAINS *
         (sizeof(T) == sizeof(float) ? 4.0 * THREADS : 16.0 * 8 * 16 * THREADS / WARP_SIZE);
-    double best = 0, end = seconds_now() + seconds;
+    double best = 0, end = now_s() + seconds;
     float *out = (float *)device_alloc(THREADS * sizeof(float));
     if (!out) die(RUN_ERROR, "no memory on the device");
-    for (int rounds = 1; best == 0 || seconds_now() < end;
+    for (int rounds = 1; best == 0 || now_s() < end;
          rounds = rounds < 1 << 14 ? 2 * rounds : rounds) {
         sync_device();
-        const double t = seconds_now();
+        const double t = now_s();
         peak_kernel<T><<<grid, THREADS, 0, device.stream>>>(out, rounds);
         launched("peak");
         sync_device();
-        const double rate = each * rounds / (seconds_now() - t) / 1e9;
+        const double rate = each * rounds / (now_s() - t) / 1e9;
         best = rate > best ? rate : best;
     }
     device_release(out);

@@ -824,12 +824,11 @@ static const Backend *device_of(const char *name, DType type) {
 #define WITH_CC "cc -std=gnu11 -O3"
 #endif
 #ifndef WITH_CXX
-#define WITH_CXX "c++ -std=c++17 -O2 -ffp-contract=off"
+#define WITH_CXX "c++ -std=c++17 -O2 -ffp-contract=off -include cuda_cpu.h"
 #endif
 #ifndef WITH_NVCC
 #define WITH_NVCC "nvcc -std=c++17 -O3"
 #endif
-#define WITH_EMULATED " -include cuda_cpu.h" // in place of CUDA's own headers
 
 // Runs a command, its stdout at the end of a file or (NULL) onto stderr; returns its exit status.
 static int run_command(char **argv, const char *out) {
@@ -892,7 +891,7 @@ static int load_with(Backend *b, const char *file, const char *device) {
     snprintf(command, sizeof command, "%s",
         !strcmp(device, "cpu") ? WITH_CC
             : cuda             ? WITH_NVCC
-                               : WITH_CXX WITH_EMULATED);
+                               : WITH_CXX);
     failed_to = compile(command, words, NULL);
     void *lib = failed_to ? NULL : dlopen(so, RTLD_NOW | RTLD_LOCAL);
     const char *why = failed_to || lib ? NULL : dlerror();

@@ -2,7 +2,8 @@
      ok NAME | FAIL NAME: reason | skip NAME: reason
    and exits with status 1 if one failed. ./test_moe WORD runs the checks whose name contains WORD;
    -v adds the measured errors. ./test_moe hash prints the sha256 of a short training run.
-   ./test_moe diff holds every operation of a device against the reference (test_diff.h).
+   ./test_moe diff holds every operation of a device against the reference (test_diff.h), ./test_moe
+   parity whole models against those on the CPU (test_parity.h).
 
    It links moe_cpu.c twice: backend_cpu in float, and backend_f64, the same source in double.
      gradient    an operation's backward against central differences of its forward, in double
@@ -10,6 +11,7 @@
      cpu, emulated   OPERATION/SHAPE/TYPE: every operation of Backend alone, on these devices
      model       the whole model: both of the above, and the forward against a second, naive
                  implementation that is written straight from the formulas
+     parity      whole models on a second device beside the CPU (test_parity.h)
      reference   values known from elsewhere: worked examples, the textbook optimisers
      options     every option together with every other one; select, bias, upcycle: capacity and
                  token rounding, the selection bias, a dense model made into experts
@@ -78,13 +80,19 @@ static const char *name_of(const Tensor *t) {
    flat and the routers are undecided. The same values, which floats can hold, on every backend. */
 static void lively(Model *m) {
     for (int i = 0; i < m->table.count; i++) {
+        const int mark = pooled;
         const Tensor *t = &m->table.tensor[i];
         const int norm = t->cols == 1 && t->row->trained;
         const double fan = t->row->kind == T_EMBED ? 2 : (double)t->cols;
         const double scale = t->cols == 1 ? 0.2 : 1 / sqrt(fan);
+        double *x = fresh(t->count, sizeof *x);
         for (size_t k = 0; k < t->count; k++)
-            put(m->b, param_of(m, t), k, (float)(norm + scale * counter_normal(9, (uint64_t)i, k)));
+            x[k] = (float)(norm + scale * counter_normal(9, (uint64_t)i, k));
+        host_to(m->b, t->row->trained ? m->b->param_type : m->b->stat_type, param_of(m, t), x,
+            t->count);
+        release_to(mark);
     }
+    model_params_changed(m);
 }
 
 /* B sequences of tokens that follow a pattern with some noise, and the next token of each as its

@@ -502,7 +502,6 @@ static void run_step(
     void *a[MAX_ARRAYS + 1] = {0};
     int written[MAX_ARRAYS] = {0};
     Held held[MAX_ARRAYS + 1] = {{0}};
-    struct timespec from, to;
     memset(r, 0, sizeof *r);
     for (int i = 0; i < s->uses; i++)
         if (s->use[i].writes)
@@ -521,11 +520,10 @@ static void run_step(
     held[s->uses] = hold(b, b->scratch_bytes(&o->c, &shape));
     a[MAX_ARRAYS] = held[s->uses].p;
     b->sync();
-    clock_gettime(CLOCK_MONOTONIC, &from);
+    const double from = now_s();
     s->call(o, b, a);
     b->sync();
-    clock_gettime(CLOCK_MONOTONIC, &to);
-    r->ms = 1e3 * (double)(to.tv_sec - from.tv_sec) + 1e-6 * (double)(to.tv_nsec - from.tv_nsec);
+    r->ms = 1e3 * (now_s() - from);
     for (int i = 0; i < s->uses; i++) {
         const Use *u = &s->use[i];
         const Array *x = &o->array[u->array];

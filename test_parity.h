@@ -38,24 +38,6 @@ static double *param_values(const Model *m, const Tensor *t) {
     return read_back(m->b, m->b->param_type, param_of(m, t), t->count);
 }
 
-// The start values of lively(), by way of the host.
-static void lively_on(Model *m) {
-    for (int i = 0; i < m->table.count; i++) {
-        const int mark = pooled;
-        const Tensor *t = &m->table.tensor[i];
-        const int norm = t->cols == 1 && t->row->trained;
-        const double fan = t->row->kind == T_EMBED ? 2 : (double)t->cols;
-        const double scale = t->cols == 1 ? 0.2 : 1 / sqrt(fan);
-        double *x = fresh(t->count, sizeof *x);
-        for (size_t k = 0; k < t->count; k++)
-            x[k] = (float)(norm + scale * counter_normal(9, (uint64_t)i, k));
-        host_to(m->b, t->row->trained ? m->b->param_type : m->b->stat_type, param_of(m, t), x,
-            t->count);
-        release_to(mark);
-    }
-    model_params_changed(m);
-}
-
 // The choice of experts of another model's last forward pass, for the next of m.
 static void choose_as(Model *m, const Model *other, int N) {
     for (int l = 0; l < m->c.n_layers; l++)
@@ -74,8 +56,9 @@ static StepState train_on(
     for (int step = 1; step <= steps; step++) {
         const int mark = pooled;
         const Batch x = new_batch(B, T, m->c.vocab_size, (uint64_t)step, 7);
+        Model *const turn[2] = {guide ? guide : m, m};
         for (int i = !guide; i < 2; i++) {
-            Model *k = i ? m : guide;
+            Model *k = turn[i];
             model_begin_step(k, step, lr, o);
             model_set_tokens(k, x.tokens, x.targets, x.N);
             if (i && guide) choose_as(m, guide, x.N);
@@ -111,7 +94,7 @@ static Model parity_model(
     Model m;
     model_build(&m, c, b, s, from);
     m.aux_coef = 0.01, m.z_coef = 0.001, m.bias_rate = 1e-3;
-    if (!from) lively_on(&m);
+    if (!from) lively(&m);
     return m;
 }
 
@@ -219,7 +202,7 @@ static void test_parity_rows(Parity p, const char *type, const char *sizes, int 
     const Batch x = new_batch(B, T, c.vocab_size, 11, 9);
     const int *tokens = x.tokens + S * T, *targets = x.targets + S * T;
     Model batch = new_model(&c, b, B, T, 0, 0, NULL);
-    lively_on(&batch);
+    lively(&batch);
     const StepState eval = model_loss(&batch, x.tokens, x.targets, B, T);
     const char *all = logits_on_host(&batch, x.N), *logits = all + S * T * row;
     check(isfinite(eval.loss), "loss %f", eval.loss);
