@@ -141,9 +141,9 @@ TIMED(attention_backward,
     4.0 * a.B * a.T * a.head_dim * (a.n_heads + a.n_kv_heads), 0)
 TIMED(router_forward,
     (stat_t * logits, stat_t *lse, int *idx, stat_t *weight, int *count, stat_t *loss_sum,
-        int *count_sum, const act_t *X, Mat Wr, const stat_t *bias, Router r, int reuse,
-        StepState *st, int layer, void *scratch),
-    (logits, lse, idx, weight, count, loss_sum, count_sum, X, Wr, bias, r, reuse, st, layer,
+        int *count_sum, stat_t *sums, const act_t *X, Mat Wr, const stat_t *bias, Router r,
+        int reuse, StepState *st, int layer, void *scratch),
+    (logits, lse, idx, weight, count, loss_sum, count_sum, sums, X, Wr, bias, r, reuse, st, layer,
         scratch),
     2.0 * r.N * r.E * r.C, (double)r.N *r.C, stat_bytes((double)r.N *r.E) + mat_bytes(Wr))
 TIMED(router_backward,
@@ -330,7 +330,7 @@ static double product_rate(const Backend *b, int n, int runs) {
     const size_t square = (size_t)n * n;
     const Config c = {
         1, n, 1, n, 1, 1, 2, 1, 1, n, 0, 0, n, QK_NORM_NONE, ROUTER_SOFTMAX, 0, 0, 1e4, 1e-6};
-    const ScratchShape shape = {1, n, n, n, 0};
+    const ScratchShape shape = {1, n, n, n, 0, 0};
     char *a = b->alloc(2 * square * b->act_size), *w = b->alloc(square * b->mat_size);
     void *scratch = b->alloc(b->scratch_bytes(&c, &shape));
     double *row = calloc(square, sizeof *row);

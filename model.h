@@ -270,7 +270,7 @@ MODEL_FN void layout(Model *m) {
     m->logits = s.train
         ? NULL
         : take(m, A_WORK, "next-token logits (B,V)", mul_sizes(s.B, c->vocab_size), act);
-    ScratchShape sh = {s.B, s.T, (int)cache, (int)max_slots, s.train};
+    ScratchShape sh = {s.B, s.T, (int)cache, (int)max_slots, s.train, 0};
     m->scratch = take(m, A_WORK, "scratch of the operations", b->scratch_bytes(c, &sh), 1);
 
     m->step_stats = NULL;
@@ -463,7 +463,7 @@ MODEL_FN void model_build(
     if (!seg) die(RUN_ERROR, "no memory");
     for (int i = 0; i < m->table.count; i++) {
         const Tensor *t = &m->table.tensor[i];
-        Segment s = {t->offset, t->count, t->row->decay};
+        Segment s = {t->offset, t->count, t->row->decay, t->offset};
         if (t->row->trained) seg[m->n_segments++] = s;
     }
     b->to_device(m->segments, seg, m->n_segments * sizeof *seg);
@@ -607,7 +607,7 @@ MODEL_FN Router router_of(const Model *m, int N, int micro_batches) {
     // a hair off, so that 1.1 * 10 is 11
     const double limit = ceil(m->capacity * N * c->top_k / c->n_experts * (1 - 1e-12));
     Router r = {c->router, N, c->d_model, c->n_experts, c->top_k, c->norm_topk, m->aux_coef * share,
-        m->z_coef * share, m->capacity < 0 || limit > N ? N : (int)limit, m->shape.tile};
+        m->z_coef * share, m->capacity < 0 || limit > N ? N : (int)limit, m->shape.tile, 0};
     return r;
 }
 
@@ -625,8 +625,8 @@ MODEL_FN void mlp_forward(Model *m, int l, int N, int counting) {
     if (is_moe_layer(&m->c, l)) {
         const Router r = router_of(m, N, 1);
         b->router_forward(y->logits, y->router_lse, y->topk, y->topk_weight, y->count,
-            counting ? y->loss_sum : NULL, counting ? y->count_sum : NULL, y->ln2, y->Wr, y->bias,
-            r, m->reuse_routing, m->state, l, m->scratch);
+            counting ? y->loss_sum : NULL, counting ? y->count_sum : NULL, NULL, y->ln2, y->Wr,
+            y->bias, r, m->reuse_routing, m->state, l, m->scratch);
         y->plan.rows = N;
         if (counting && (r.tile || r.limit < N))
             b->plan_select(&y->plan, y->moved, y->topk, y->topk_weight, y->count, y->logits,

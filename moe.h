@@ -445,23 +445,32 @@ typedef struct Plan {
 /* The scalars of one training step, in device memory: nothing inside a step waits for them to reach
    the host. A bad value is recorded once, the first in program order; the optimiser then leaves
    every weight alone. */
-typedef enum { BAD_NONE, BAD_LOSS, BAD_ROUTER, BAD_GRADIENT } BadKind;
+typedef enum {
+    BAD_NONE,
+    BAD_LOSS,
+    BAD_ROUTER,
+    BAD_GRADIENT,
+    BAD_ELSEWHERE // on another rank, which knows what it was
+} BadKind;
 typedef struct StepState {
     int bad;           // BadKind
     int bad_layer;     // BAD_ROUTER: the layer
     int64_t bad_index; // BAD_LOSS, BAD_ROUTER: the row of the micro-batch; BAD_GRADIENT: index into
                        // the segments
     double loss;       // sum over micro-batches of cross entropy * loss scale
+    double square;     // of the gradient: sum over its elements; NaN when something was bad
     double grad_norm;  // before clipping
     double clip;       // factor that the optimiser applies to gradients
     double lr, beta1_correction, beta2_correction; // of this step: lr and 1 - beta^step
 } StepState;
 
-// One tensor to the optimiser: elements of the parameter, gradient and moment arenas. Lists of them
-// ascend by offset and none overlaps the next; between them are gaps, which nobody reads.
+/* One tensor to the optimiser, or the part of it that this rank updates: elements of the parameter
+   and gradient arenas from `offset`, of the moments' from `moment`. Lists of them ascend by both and
+   none overlaps the next; between them are gaps, which nobody reads. */
 typedef struct Segment {
     size_t offset, count;
     int decay;
+    size_t moment;
 } Segment;
 
 typedef struct OptimConfig {
@@ -485,12 +494,13 @@ typedef struct Router {
     // what plan_select makes of the choice: limit = most slots an expert (capacity); tile > 0: round
     // every expert's slots to a multiple of it, and limit does not count
     int limit, tile;
+    int all; // rows of the micro-batch over all ranks; 0: N
 } Router;
 
-/* Shapes that bound the scratch a backend needs: rows in a call, and whether there is a backward
-   pass. */
+/* Shapes that bound the scratch a backend needs: rows in a call, most slots and rows of a plan (rows
+   0: B*T), and whether there is a backward pass. */
 typedef struct ScratchShape {
-    int B, T, cache_len, S_max, backward;
+    int B, T, cache_len, S_max, backward, rows;
 } ScratchShape;
 
 // -------------------------------------------------------------------------------------------------
@@ -577,13 +587,17 @@ typedef struct Backend {
     /* logits = X Wr^T (fp32); scores = softmax or sigmoid; the K largest (plus bias, sigmoid), ties
        to the lowest expert id; combine weights.   logits (N,E), lse (N), idx, weight (N,K), count
        (E) = top-K choices an expert. reuse: idx is given, not chosen. loss_sum[0] += E sum_e f_e
-       P_e, loss_sum[1] += mean lse^2, count_sum += count (both NULL: skipped). A logit that is not
-       finite sets st->bad with this layer and the row. */
+       P_e, loss_sum[1] += mean lse^2, count_sum += count (both NULL: skipped). sums (E+1), NULL =
+       skipped: the probabilities of each expert and lse^2, summed over the rows. A logit that is
+       not finite sets st->bad with this layer and the row. */
     void (*router_forward)(stat_t *logits, stat_t *lse, int *idx, stat_t *weight, int *count,
-        stat_t *loss_sum, int *count_sum, const act_t *X, Mat Wr, const stat_t *bias, Router r,
-        int reuse, StepState *st, int layer, void *scratch);
+        stat_t *loss_sum, int *count_sum, stat_t *sums, const act_t *X, Mat Wr, const stat_t *bias,
+        Router r, int reuse, StepState *st, int layer, void *scratch);
+    // What router_forward adds to loss_sum and count_sum, from the counts and sums of all r.all rows
+    void (*router_balance)(
+        stat_t *loss_sum, int *count_sum, const int *count, const stat_t *sums, Router r);
     // dX += , dWr += : from dS (S), the gradient of the combine weights of the plan's slots, and
-    // the balance losses
+    // the balance losses; count: of all r.all rows
     void (*router_backward)(act_t *dX, grad_t *dWr, const stat_t *dS, const Plan *p,
         const stat_t *logits, const stat_t *lse, const int *idx, const stat_t *weight,
         const int *count, const act_t *X, Mat Wr, Router r, void *scratch);
@@ -600,6 +614,38 @@ typedef struct Backend {
        only their weights are filled. */
     void (*plan_select)(Plan *p, int *moved, const int *idx, const stat_t *weight, const int *count,
         const stat_t *logits, const stat_t *lse, Router r, int reuse, void *scratch);
+
+    /* What an exchange between ranks needs; expert_parallel.h says how. plan_part: p = the slots of
+       rows first .. first + p->rows - 1 of `all`, its experts in `order` (E: which expert is at a
+       position), rows counted from first; from (S): the slot of `all`. */
+    void (*plan_part)(
+        Plan *p, int *from, const Plan *all, const int *order, int first, void *scratch);
+    /* An item: a row and one of `parts` equal groups of p's experts, where the row has a slot in it.
+       item (S): the number of a slot's item among those of its group, by row; ~number where the row
+       has an earlier slot in the group. The items of group 0, of group 1, ... in one list: item_row
+       (at most parts * R) their rows; row r owns items item_at[item_begin[r]] ...
+       item_at[item_begin[r+1]-1], by group. count (parts): items of a group. */
+    void (*plan_items)(int *item, int *item_row, int *item_begin, int *item_at, int *count,
+        const Plan *p, int parts, void *scratch);
+    /* p = the slots that came from n sources. Source i has slots start[i] ... of item and weight,
+       sorted by expert: of p's expert e those from offsets[i*ld + which[e]] up to offsets[i*ld +
+       which[e] + 1], counted from start[i]. A slot's row is base[i] + its item (~item likewise), or
+       base[i] + its own number there where item is NULL. which NULL: e. p->rows, p->E are given. */
+    void (*plan_merge)(Plan *p, const int *item, const stat_t *weight, const int *offsets,
+        const int *start, const int *base, const int *which, int n, int ld, void *scratch);
+    // the values of p's slots back to where the slots came from: out[start[i] + ...] = values[s]
+    void (*plan_unmerge)(stat_t *out, const stat_t *values, const Plan *p, const int *offsets,
+        const int *start, const int *which, int n, int ld);
+    // out[index[s]] = values[s], for the slots of p
+    void (*scatter)(stat_t *out, const stat_t *values, const int *index, const Plan *p);
+    /* out[i] = in[from[i]] (NULL: in[i]; ~from[i] likewise), i < n, rows of C values of any two of
+       act_type and BF16; to: out[to[i]], and not at all where to[i] < 0 */
+    void (*copy_rows)(void *out, DType out_type, const int *to, const void *in, DType in_type,
+        const int *from, int n, int C);
+    // out[r] = sum of in[at[i]], begin[r] <= i < begin[r+1], in this order;  out (R,C). begin NULL:
+    // of in[r], in[r + R], ..., `parts` of them. in: of type act_type or BF16
+    void (*sum_rows)(act_t *out, const void *in, DType in_type, const int *begin, const int *at,
+        int parts, int R, int C);
 
     // H[s] = W1[e] X[row s], for every slot s of expert e;  H (S,2I) = [gate; up], W1 (E,2I,C).
     // A (S,I) = silu(gate) * up; NULL: not asked for
@@ -627,10 +673,13 @@ typedef struct Backend {
     // sets st->bad
     void (*reduce_loss)(StepState *st, const stat_t *losses, int N, double scale);
 
-    // st->grad_norm, st->clip = min(1, max_norm / norm); a gradient that is not finite sets st->bad
-    // (its segment)
+    // st->square, st->grad_norm, st->clip = min(1, max_norm / norm); a gradient that is not finite
+    // sets st->bad (its segment)
     void (*grad_norm)(StepState *st, const grad_t *grads, const Segment *seg, int nseg,
         double max_norm, void *scratch);
+    // st->grad_norm and st->clip from st->square, summed over ranks by now; where that is not
+    // finite and nothing was bad here, it was elsewhere
+    void (*clip_norm)(StepState *st, double max_norm);
     // AdamW (decoupled decay) or SGD over all segments; does nothing when st->bad is set
     void (*update)(param_t *params, const grad_t *grads, grad_t *m, grad_t *v, const Segment *seg,
         int nseg, const StepState *st, OptimConfig o);

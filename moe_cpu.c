@@ -498,10 +498,25 @@ static void choose_topk(int *idx, const real *score, int E, int K) {
     }
 }
 
+static int rows_of_all(Router r) { return r.all ? r.all : r.N; }
+
+/* Switch's balance loss E sum_e f_e P_e, f_e the part of the choices that e got and P_e its mean
+   probability, and the mean lse^2 of the z-loss. p (E), z2: sums over the r.all rows. */
+static void add_balance(
+    real *loss_sum, int *count_sum, const int *count, const real *p, real z2, Router r) {
+    const int E = r.E, N = rows_of_all(r);
+    real aux = 0;
+    for (int e = 0; e < E && count_sum; e++) count_sum[e] += count[e];
+    if (!loss_sum) return;
+    for (int e = 0; e < E; e++) aux += (real)count[e] / ((real)N * r.K) * (p[e] / N);
+    loss_sum[0] += E * aux;
+    loss_sum[1] += z2 / N;
+}
+
 static void router_forward(stat_t *logits_, stat_t *lse_, int *idx, stat_t *weight_, int *count,
-    stat_t *loss_sum_, int *count_sum, const act_t *X, Mat Wr, const stat_t *bias_, Router r,
-    int reuse, StepState *st, int layer, void *scratch) {
-    real *logits = logits_, *lse = lse_, *weight = weight_, *loss_sum = loss_sum_;
+    stat_t *loss_sum_, int *count_sum, stat_t *sums_, const act_t *X, Mat Wr, const stat_t *bias_,
+    Router r, int reuse, StepState *st, int layer, void *scratch) {
+    real *logits = logits_, *lse = lse_, *weight = weight_, *loss_sum = loss_sum_, *sums = sums_;
     const real *bias = bias_;
     const int N = r.N, E = r.E, K = r.K, blocks = blocks_of(N, ROUTER_BLOCK);
     linear_forward(logits, X, Wr, N, scratch);
@@ -542,18 +557,21 @@ static void router_forward(stat_t *logits_, stat_t *lse_, int *idx, stat_t *weig
     }
     memset(count, 0, E * sizeof(int));
     for (size_t i = 0; i < (size_t)N * K; i++) count[idx[i]]++;
-    if (count_sum)
-        for (int e = 0; e < E; e++) count_sum[e] += count[e];
-    if (!loss_sum) return;
-    real aux = 0, z2 = 0;
-    for (int e = 0; e < E; e++) {
-        real p = 0;
-        for (int block = 0; block < blocks; block++) p += mean_p[(size_t)block * E + e];
-        aux += (real)count[e] / ((real)N * K) * (p / N);
+    for (int block = 1; block < blocks; block++) {
+        for (int e = 0; e < E; e++) mean_p[e] += mean_p[(size_t)block * E + e];
+        mean_z[0] += mean_z[block];
     }
-    for (int block = 0; block < blocks; block++) z2 += mean_z[block];
-    loss_sum[0] += E * aux;
-    loss_sum[1] += z2 / N;
+    if (sums) {
+        memcpy(sums, mean_p, E * sizeof(real));
+        sums[E] = mean_z[0];
+    }
+    add_balance(loss_sum, count_sum, count, mean_p, mean_z[0], r);
+}
+
+static void router_balance(
+    stat_t *loss_sum, int *count_sum, const int *count, const stat_t *sums_, Router r) {
+    const real *sums = sums_;
+    add_balance(loss_sum, count_sum, count, sums, sums[r.E], r);
 }
 
 /* On the chosen set S, dS_k reaches the logits through the renormalised
@@ -565,6 +583,7 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS_, const Pla
     const int *count, const act_t *X, Mat Wr, Router r, void *scratch) {
     const real *dS = dS_, *logits = logits_, *lse = lse_, *weight = weight_;
     const int N = r.N, E = r.E, K = r.K;
+    const double all = rows_of_all(r);
     real *dlogits = scratch, *rows = dlogits + (size_t)N * E;
     void *rest =
         (char *)scratch + round_up(((size_t)N + 3 * thread_max()) * E * sizeof(real), ARENA_ALIGN);
@@ -595,7 +614,7 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS_, const Pla
             for (int k = 0; k < K; k++) ds[id[k]] = 0;
         }
         // the balance loss: P_e is the mean of p (softmax), or of s / sum s (sigmoid)
-        const real aux = (real)(r.aux_coef * E / ((double)N * N * K));
+        const real aux = (real)(r.aux_coef * E / (all * all * K));
         if (is_sigmoid) {
             const real total = sum(s, E) + TINY;
             real mean = 0;
@@ -607,7 +626,7 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS_, const Pla
             const real mean = dot(p, ds, E);
             for (int e = 0; e < E; e++) dz[e] += p[e] * (ds[e] - mean);
         }
-        const real zl = (real)(r.z_coef * 2 / N) * lse[n];
+        const real zl = (real)(r.z_coef * 2 / all) * lse[n];
         for (int e = 0; e < E; e++) dz[e] += zl * p[e];
     }
     linear_backward(dX, dWr, dlogits, X, Wr, N, 1, rest);
@@ -728,6 +747,21 @@ static void select_rows(int *out, int want, const Plan *p, int e, const real *lo
     }
 }
 
+// What follows from a plan's offsets and row: expert, row_begin and slot.
+static void plan_index(Plan *p) {
+    const int R = p->rows, S = p->offsets[p->E];
+    memset(p->row_begin, 0, (R + 1) * sizeof(int));
+    for (int e = 0; e < p->E; e++)
+        for (int s = p->offsets[e]; s < p->offsets[e + 1]; s++) {
+            p->expert[s] = e;
+            p->row_begin[p->row[s] + 1]++;
+        }
+    for (int n = 0; n < R; n++) p->row_begin[n + 1] += p->row_begin[n];
+    for (int s = 0; s < S; s++) p->slot[p->row_begin[p->row[s]]++] = s; // by now a cursor
+    for (int n = R; n > 0; n--) p->row_begin[n] = p->row_begin[n - 1];
+    p->row_begin[0] = 0;
+}
+
 static void plan_select(Plan *p, int *moved, const int *idx, const stat_t *weight_,
     const int *count, const stat_t *logits_, const stat_t *lse_, Router r, int reuse,
     void *scratch) {
@@ -750,16 +784,7 @@ static void plan_select(Plan *p, int *moved, const int *idx, const stat_t *weigh
                 lists + (size_t)thread_id() * N);
         memcpy(p->offsets, begin, (E + 1) * sizeof(int));
         memcpy(p->row, row, begin[E] * sizeof(int));
-        memset(p->row_begin, 0, (N + 1) * sizeof(int));
-        for (int e = 0; e < E; e++)
-            for (int s = begin[e]; s < begin[e + 1]; s++) {
-                p->expert[s] = e;
-                p->row_begin[row[s] + 1]++;
-            }
-        for (int n = 0; n < N; n++) p->row_begin[n + 1] += p->row_begin[n];
-        for (int s = 0; s < begin[E]; s++) p->slot[p->row_begin[row[s]]++] = s;
-        for (int n = N; n > 0; n--) p->row_begin[n] = p->row_begin[n - 1];
-        p->row_begin[0] = 0;
+        plan_index(p);
     }
     real *slot_weight = p->weight;
 #pragma omp parallel for if (worth((size_t)N * K * 8))
@@ -772,6 +797,150 @@ static void plan_select(Plan *p, int *moved, const int *idx, const stat_t *weigh
         slot_weight[s] = k < K         ? weight[n * K + k]
             : r.kind == ROUTER_SIGMOID ? (real)(1 / (1 + exp_d(-z)))
                                        : (real)exp_d(z - lse[n]);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// between ranks
+
+// slots of expert e whose source row lies in [r0, r1): contiguous, since an expert's slots are
+// sorted by row
+static inline int first_slot(const Plan *p, int e, int row) {
+    int lo = p->offsets[e], hi = p->offsets[e + 1];
+    if (!p->row) return min_int(row, hi);
+    while (lo < hi) {
+        const int mid = lo + (hi - lo) / 2;
+        if (p->row[mid] < row)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+static void plan_part(
+    Plan *p, int *from, const Plan *all, const int *order, int first, void *scratch) {
+    const real *weight = all->weight;
+    real *own = p->weight;
+    int s = 0;
+    (void)scratch;
+    for (int q = 0; q < p->E; q++) {
+        const int e = order ? order[q] : q, end = first_slot(all, e, first + p->rows);
+        p->offsets[q] = s;
+        for (int i = first_slot(all, e, first); i < end; i++, s++) {
+            p->row[s] = all->row[i] - first;
+            own[s] = weight[i];
+            from[s] = i;
+        }
+    }
+    p->offsets[p->E] = s;
+    plan_index(p);
+}
+
+static void plan_items(int *item, int *item_row, int *item_begin, int *item_at, int *count,
+    const Plan *p, int parts, void *scratch) {
+    const int each = p->E / parts;
+    int *next = scratch, n = 0; // (parts): where a group's next item goes in the list
+    memset(count, 0, parts * sizeof(int));
+    for (int fill = 0; fill < 2; fill++) {
+        for (int g = 0, at = 0; g < parts && fill; g++) {
+            next[g] = at;
+            at += count[g];
+            count[g] = 0;
+        }
+        for (int r = 0; r < p->rows; r++) {
+            if (fill) item_begin[r] = n;
+            for (int i = p->row_begin[r], last = -1; i < p->row_begin[r + 1]; i++) {
+                const int s = p->slot[i], g = p->expert[s] / each, repeats = g == last;
+                if (fill) item[s] = repeats ? ~(count[g] - 1) : count[g];
+                if (fill && !repeats) {
+                    item_row[next[g]] = r;
+                    item_at[n++] = next[g]++;
+                }
+                count[g] += !repeats;
+                last = g;
+            }
+        }
+    }
+    item_begin[p->rows] = n;
+}
+
+static void plan_merge(Plan *p, const int *item, const stat_t *weight_, const int *offsets,
+    const int *start, const int *base, const int *which, int n, int ld, void *scratch) {
+    const real *weight = weight_;
+    real *own = p->weight;
+    int s = 0;
+    (void)scratch;
+    for (int e = 0; e < p->E; e++) {
+        const int q = which ? which[e] : e;
+        p->offsets[e] = s;
+        for (int i = 0; i < n; i++)
+            for (int k = offsets[i * ld + q]; k < offsets[i * ld + q + 1]; k++, s++) {
+                const int x = item ? item[start[i] + k] : k;
+                p->row[s] = base[i] + (x < 0 ? ~x : x);
+                own[s] = weight[start[i] + k];
+            }
+    }
+    p->offsets[p->E] = s;
+    plan_index(p);
+}
+
+static void plan_unmerge(stat_t *out_, const stat_t *values_, const Plan *p, const int *offsets,
+    const int *start, const int *which, int n, int ld) {
+    const real *values = values_;
+    real *out = out_;
+    int s = 0;
+    for (int e = 0; e < p->E; e++) {
+        const int q = which ? which[e] : e;
+        for (int i = 0; i < n; i++)
+            for (int k = offsets[i * ld + q]; k < offsets[i * ld + q + 1]; k++)
+                out[start[i] + k] = values[s++];
+    }
+}
+
+static void scatter(stat_t *out_, const stat_t *values_, const int *index, const Plan *p) {
+    const real *values = values_;
+    real *out = out_;
+    for (int s = 0; s < p->offsets[p->E]; s++) out[index[s]] = values[s];
+}
+
+static void copy_rows(void *out, DType out_type, const int *to, const void *in, DType in_type,
+    const int *from, int n, int C) {
+    const size_t out_size = dtype_size(out_type), in_size = dtype_size(in_type);
+#pragma omp parallel for if (worth((size_t)n * C))
+    for (int i = 0; i < n; i++) {
+        const int source = !from ? i : from[i] < 0 ? ~from[i] : from[i];
+        char *x = (char *)out + (size_t)(to ? to[i] : i) * C * out_size;
+        const char *y = (const char *)in + (size_t)source * C * in_size;
+        if (to && to[i] < 0) continue;
+        if (out_type == in_type)
+            memcpy(x, y, C * in_size);
+        else if (out_type == BF16)
+            for (int c = 0; c < C; c++) ((uint16_t *)x)[c] = bf16_of((float)((const real *)y)[c]);
+        else
+            for (int c = 0; c < C; c++)
+                ((real *)x)[c] = (real)float_of_bf16(((const uint16_t *)y)[c]);
+    }
+}
+
+static void sum_rows(act_t *out_, const void *in, DType in_type, const int *begin, const int *at,
+    int parts, int R, int C) {
+    real *out = out_;
+    const int rounded = in_type == BF16;
+#pragma omp parallel for if (worth((size_t)R * C))
+    for (int r = 0; r < R; r++) {
+        real *sum = out + (size_t)r * C;
+        const int first = begin ? begin[r] : 0, end = begin ? begin[r + 1] : parts;
+        memset(sum, 0, C * sizeof(real));
+        for (int i = first; i < end; i++) {
+            const size_t row = begin ? (size_t)at[i] : (size_t)i * R + r;
+            const real *x = (const real *)in + row * C;
+            const uint16_t *h = (const uint16_t *)in + row * C;
+            if (rounded)
+                for (int c = 0; c < C; c++) sum[c] += (real)float_of_bf16(h[c]);
+            else
+                for (int c = 0; c < C; c++) sum[c] += x[c];
+        }
     }
 }
 
@@ -834,20 +1003,6 @@ static inline CombineTile combine_tile(int task, int rows, int R, int C) {
     CombineTile t = {task / strips * rows, min_int(task / strips * rows + rows, R),
         task % strips * STRIP, min_int(task % strips * STRIP + STRIP, C)};
     return t;
-}
-// slots of expert e whose source row lies in [r0, r1): contiguous, since an expert's slots are
-// sorted by row
-static inline int first_slot(const Plan *p, int e, int row) {
-    int lo = p->offsets[e], hi = p->offsets[e + 1];
-    if (!p->row) return min_int(row, hi);
-    while (lo < hi) {
-        const int mid = lo + (hi - lo) / 2;
-        if (p->row[mid] < row)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    return lo;
 }
 static inline void clear_tile(real *out, CombineTile t, int C) {
     for (int r = t.r0; r < t.r1; r++)
@@ -1098,6 +1253,11 @@ static inline void piece_of(const Segment *s, int i, size_t *begin, size_t *end)
     *end = *begin + each < s->count ? *begin + each : s->count;
 }
 
+static void set_clip(StepState *st, double square, double max_norm) {
+    st->grad_norm = sqrt(square);
+    st->clip = max_norm > 0 && st->grad_norm > max_norm ? max_norm / st->grad_norm : 1;
+}
+
 static void grad_norm(StepState *st, const grad_t *grads_, const Segment *seg, int nseg,
     double max_norm, void *scratch) {
     const real *grads = grads_;
@@ -1125,8 +1285,13 @@ static void grad_norm(StepState *st, const grad_t *grads_, const Segment *seg, i
             st->bad_index = i / PIECES;
         }
     }
-    st->grad_norm = sqrt(total);
-    st->clip = max_norm > 0 && st->grad_norm > max_norm ? max_norm / st->grad_norm : 1;
+    st->square = st->bad ? (double)NAN : total;
+    set_clip(st, total, max_norm);
+}
+
+static void clip_norm(StepState *st, double max_norm) {
+    if (!isfinite(st->square) && !st->bad) st->bad = BAD_ELSEWHERE;
+    set_clip(st, st->square, max_norm);
 }
 
 /* AdamW [Loshchilov & Hutter 2019]: m and v are the moving means of g and g^2, corrected for their
@@ -1150,7 +1315,7 @@ static void update(param_t *params, const grad_t *grads, grad_t *m_, grad_t *v_,
             for (size_t j = begin; j < end; j++) p[j] -= lr * (grad[j] * clip + decay * p[j]);
             continue;
         }
-        real *m = (real *)m_ + s->offset, *v = (real *)v_ + s->offset;
+        real *m = (real *)m_ + s->moment, *v = (real *)v_ + s->moment;
         for (size_t j = begin; j < end; j++) {
             const real g = grad[j] * clip;
             m[j] = b1 * m[j] + (1 - b1) * g;
@@ -1222,8 +1387,8 @@ static size_t panels_reals(const Config *c, int N, int backward) {
 
 // What each operation takes from the scratch arena, in its own order; the hungriest decides.
 static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
-    const size_t N = (size_t)s->B * s->T, E = c->n_experts, threads = thread_max(),
-                 r = sizeof(real);
+    const size_t N = (size_t)s->B * s->T, R = largest(N, (size_t)s->rows), E = c->n_experts,
+                 threads = thread_max(), r = sizeof(real);
     const size_t width = largest(
         largest(c->d_expert, c->d_shared), c->n_experts > 1 && c->dense_layers ? c->d_dense : 0);
     const size_t gemm = gemm_scratch_bytes((int)threads), serial = gemm_serial_bytes();
@@ -1243,9 +1408,9 @@ static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
         largest(need, round_up((N + 3 * threads) * E * r, ARENA_ALIGN) + gemm); // router_backward
     need = largest(need,
         round_up((E + 1 + s->S_max) * sizeof(int), ARENA_ALIGN) +
-            threads * N * sizeof(Candidate)); // plan_select
+            threads * R * sizeof(Candidate)); // plan_select
     need = largest(need, list + gemm);        // expert products
-    const size_t panels = round_up(panels_reals(c, (int)N, s->backward) * r, ARENA_ALIGN);
+    const size_t panels = round_up(panels_reals(c, (int)R, s->backward) * r, ARENA_ALIGN);
     need =
         largest(need, panels + EACH_THREAD(EXPERT_ROWS * (width + STRIP) * r + serial)); // combine
     need = largest(need,
@@ -1303,9 +1468,17 @@ const Backend *backend_cpu(void) {
         attention_forward,
         attention_backward,
         router_forward,
+        router_balance,
         router_backward,
         plan_topk,
         plan_select,
+        plan_part,
+        plan_items,
+        plan_merge,
+        plan_unmerge,
+        scatter,
+        copy_rows,
+        sum_rows,
         expert_up_forward,
         expert_down_forward,
         expert_down_backward,
@@ -1313,6 +1486,7 @@ const Backend *backend_cpu(void) {
         classifier,
         reduce_loss,
         grad_norm,
+        clip_norm,
         update,
         update_bias,
     };

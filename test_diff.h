@@ -594,7 +594,7 @@ static void diff_select(const Shape *s) {
             form == 0       ? (N * K + E - 1) / E
                 : form == 2 ? N
                             : 0,
-            tiles[form]};
+            tiles[form], 0};
         o.router = r;
         o.S_max = most_slots(N, E, K, tiles[form]), o.row_max = E;
         choice_arrays(&o, random_choice(N, K, s->few));
@@ -649,7 +649,7 @@ static void diff_classifier(const Shape *s) {
 // The state of a step under way: no two fields alike.
 static double *state_array(Op *o, int bad) {
     const double values[STATE_VALUES] = {
-        bad ? BAD_ROUTER : 0, bad ? 3 : 0, bad ? 77 : 0, 1.5, 2.5, 0.375, 0.125, 0.5, 0.25};
+        bad ? BAD_ROUTER : 0, bad ? 3 : 0, bad ? 77 : 0, 1.5, 6.5, 2.5, 0.375, 0.125, 0.5, 0.25};
     double *x = array(o, "state", STATE, STATE_VALUES);
     memcpy(x, values, sizeof values);
     return x;
@@ -684,9 +684,11 @@ static size_t segment_array(Op *o, const Shape *s) {
     o->c = config(s->V, 1, s->C, s->heads, s->kv, s->hd, s->E, s->K, s->I);
     if (tensor_table_build(&t, &o->c, sizeof(float))) die(RUN_ERROR, "no memory");
     double *x = array(o, "segments", SEGMENTS, SEGMENT_VALUES * (size_t)t.count);
-    for (int i = 0; i < t.count; i++) {
+    for (int i = 0, at = 0; i < t.count; i++) {
         const Tensor *a = &t.tensor[i];
-        x[3 * i] = (double)a->offset, x[3 * i + 1] = (double)a->count, x[3 * i + 2] = a->row->decay;
+        const double seg[SEGMENT_VALUES] = {(double)a->offset, (double)a->count, a->row->decay, at};
+        memcpy(x + (size_t)SEGMENT_VALUES * i, seg, sizeof seg);
+        at += (int)a->count + i % 3; // the moments have other places
     }
     const size_t elements = t.elements;
     o->segments = t.count;
@@ -698,8 +700,8 @@ static void gradient_array(Op *o, size_t n) { // NaN in the gaps
     double *g = array(o, "grads", GRAD, n);
     stream_id++;
     for (int i = 0; i < o->segments; i++)
-        for (size_t k = 0; k < (size_t)seg[3 * i + 1]; k++)
-            g[(size_t)seg[3 * i] + k] = (float)counter_normal(7, stream_id, k);
+        for (size_t k = 0; k < (size_t)seg[SEGMENT_VALUES * i + 1]; k++)
+            g[(size_t)seg[SEGMENT_VALUES * i] + k] = (float)counter_normal(7, stream_id, k);
 }
 CALL(grad_norm) {
     b->grad_norm(A(state), A(grads), A(segments), o->segments, o->optim.max_norm, SCRATCH);
@@ -714,7 +716,11 @@ static void diff_grad_norm(const Shape *s) {
         o.optim.max_norm = max_norm[form];
         double *g = o.array[named(&o, "grads")].x;
         const double *seg = o.array[named(&o, "segments")].x;
-        if (form >= 3) g[(size_t)(seg[6] + seg[7]) - 1] = INFINITY, g[(size_t)seg[9]] = NAN;
+        if (form >= 3) {
+            const double *third = seg + 2 * SEGMENT_VALUES;
+            g[(size_t)(third[0] + third[1]) - 1] = INFINITY;
+            g[(size_t)third[SEGMENT_VALUES]] = NAN;
+        }
         state_array(&o, form == 4);
         STEP(&o, grad_norm, "grads segments > +state");
         diff_op(&o, form_name[form]);

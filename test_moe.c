@@ -395,12 +395,12 @@ static Routed route(
     const double *X, const double *Wr, const double *bias, Router r, const int *given, int layer) {
     const Backend *b = backend_f64();
     const Config c = config(2, 1, r.C, 1, 1, 2, r.E, r.K, 1);
-    const ScratchShape shape = {1, r.N, r.N, r.N * r.K, 1};
+    const ScratchShape shape = {1, r.N, r.N, r.N * r.K, 1, 0};
     const size_t N = r.N, E = r.E, S = N * r.K;
     Routed o = {
         fresh(S, 8), {0, 0}, given ? copy_of(given, S * sizeof(int)) : fresh(S, sizeof(int)), {0}};
-    b->router_forward(fresh(N * E, 8), fresh(N, 8), o.idx, o.weight, fresh(E, 4), o.sums, NULL, X,
-        mat(b, Wr, 1, r.E, r.C), bias, r, given != NULL, &o.st, layer,
+    b->router_forward(fresh(N * E, 8), fresh(N, 8), o.idx, o.weight, fresh(E, 4), o.sums, NULL,
+        NULL, X, mat(b, Wr, 1, r.E, r.C), bias, r, given != NULL, &o.st, layer,
         fresh(b->scratch_bytes(&c, &shape), 1));
     return o;
 }
@@ -408,7 +408,7 @@ static Routed route(
 // AdamW or SGD against the textbook, on tensors of awkward sizes with gaps between them.
 static void test_optimiser(const Backend *b, int sgd, double limit) {
     enum { N = 1400 };
-    const Segment seg[3] = {{0, 1, 1}, {64, 1000, 1}, {1088, 259, 0}};
+    const Segment seg[3] = {{0, 1, 1, 0}, {64, 1000, 1, 64}, {1088, 259, 0, 1088}};
     const OptimConfig o = {
         .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.3, .max_norm = 2, .sgd = sgd};
     const int mark = pooled;
@@ -449,7 +449,7 @@ static void test_optimiser(const Backend *b, int sgd, double limit) {
 static void test_references(void) {
     const int mark = pooled;
     const double one[4] = {1, 1, 1, 1}, logits[4] = {2, 1, 0, -1}, zero[8] = {0}, sure[8] = {60};
-    Router r = {ROUTER_SOFTMAX, 1, 1, 4, 2, 0, 0, 0, 1, 0};
+    Router r = {ROUTER_SOFTMAX, 1, 1, 4, 2, 0, 0, 0, 1, 0, 0};
     if (begin("reference/router")) {
         const Routed raw = route(one, logits, NULL, r, NULL, 0);
         r.norm_topk = 1;
@@ -711,7 +711,7 @@ static void test_expert_order(void) {
     enum { N = 70, C = 24, I = 9, E = 5 };
     const Backend *b = backend_cpu();
     const Config c = config(2, 1, C, 1, 1, 2, E, E, I);
-    const ScratchShape s = {1, N, N, N * E, 1};
+    const ScratchShape s = {1, N, N, N * E, 1, 0};
     const int mark = pooled;
     if (!begin("same/expert-order")) return;
     const Plan p = plan_of(b, random_choice(N, E, E), on(b, normals(N * E, 1, 0), N * E), N, E, E);
@@ -743,7 +743,7 @@ static void test_choices(void) {
     const int mark = pooled;
     const double *Wr = normals(E * C, 1, 0), *zero = normals(E * C, 0, 0);
     for (int kind = 0; kind < 2; kind++) {
-        const Router r = {kind, N, C, E, K, 1, 0, 0, N, 0};
+        const Router r = {kind, N, C, E, K, 1, 0, 0, N, 0, 0};
         for (int i = 0; i < 3; i++) {
             if (!begin("routing/%s-%s", kind_name[kind], bad_name[i])) continue;
             double *X = normals(N * C, 1, 0);
@@ -942,7 +942,7 @@ static void test_ignored_target(void) {
     enum { N = 5, V = 19, C = 6 };
     const Backend *b = backend_cpu();
     const Config c = config(V, 1, C, 1, 1, 2, 1, 1, 1);
-    const ScratchShape s = {1, N, N, N, 1};
+    const ScratchShape s = {1, N, N, N, 1, 0};
     const int mark = pooled, targets[N] = {3, -1, 0, -1, 18};
     if (!begin("routing/ignored-target")) return;
     float *x = on(b, normals(N * C, 1, 0), N * C), *w = on(b, normals(V * C, 1, 0), V * C);

@@ -172,7 +172,7 @@ static double gradient_error(
    double, whole numbers too. A StepState counts as STATE_VALUES numbers, a Segment as
    SEGMENT_VALUES. */
 typedef enum { ACT, MATRIX, PARAM, GRAD, STAT, INTS, STATE, SEGMENTS } Kind;
-enum { STATE_VALUES = 9, SEGMENT_VALUES = 3 };
+enum { STATE_VALUES = 10, SEGMENT_VALUES = 4 };
 
 static DType type_of(const Backend *b, Kind k) {
     const DType types[] = {b->act_type, b->mat_type, b->param_type, b->grad_type, b->stat_type};
@@ -195,11 +195,12 @@ static StepState state_from(const double *x) {
         .bad_layer = (int)x[1],
         .bad_index = (int64_t)x[2],
         .loss = x[3],
-        .grad_norm = x[4],
-        .clip = x[5],
-        .lr = x[6],
-        .beta1_correction = x[7],
-        .beta2_correction = x[8]};
+        .square = x[4],
+        .grad_norm = x[5],
+        .clip = x[6],
+        .lr = x[7],
+        .beta1_correction = x[8],
+        .beta2_correction = x[9]};
     return s;
 }
 static void upload(const Backend *b, Kind k, void *p, const double *x, size_t n) {
@@ -214,7 +215,7 @@ static void upload(const Backend *b, Kind k, void *p, const double *x, size_t n)
         if (k == STATE && i % STATE_VALUES == 0)
             ((StepState *)host)[i / STATE_VALUES] = state_from(x + i);
         if (k == SEGMENTS && i % SEGMENT_VALUES == 0) {
-            Segment s = {(size_t)x[i], (size_t)x[i + 1], (int)x[i + 2]};
+            Segment s = {(size_t)x[i], (size_t)x[i + 1], (int)x[i + 2], (size_t)x[i + 3]};
             ((Segment *)host)[i / SEGMENT_VALUES] = s;
         }
     }
@@ -233,7 +234,7 @@ static void download(const Backend *b, Kind k, double *x, const void *p, size_t 
     if (k == STATE) {
         const StepState *s = host;
         const double values[STATE_VALUES] = {s->bad, s->bad_layer, (double)s->bad_index, s->loss,
-            s->grad_norm, s->clip, s->lr, s->beta1_correction, s->beta2_correction};
+            s->square, s->grad_norm, s->clip, s->lr, s->beta1_correction, s->beta2_correction};
         memcpy(x, values, sizeof values);
     }
     for (size_t i = 0; i < n && k == INTS; i++) x[i] = ((const int *)host)[i];
@@ -498,7 +499,7 @@ static int holds(const Backend *b, Kind k, const void *p, const double *x, size_
    must be as it was. */
 static void run_step(
     const Op *o, const Step *s, const Backend *b, double *const *v, int inspect, Ran *r) {
-    const ScratchShape shape = {o->B, o->T, o->cache_len, o->S_max, 1};
+    const ScratchShape shape = {o->B, o->T, o->cache_len, o->S_max, 1, 0};
     void *a[MAX_ARRAYS + 1] = {0};
     int written[MAX_ARRAYS] = {0};
     Held held[MAX_ARRAYS + 1] = {{0}};
@@ -861,7 +862,7 @@ static void reorder(
 
 CALL(router_forward) {
     b->router_forward(A(logits), A(lse), A(idx), A(weight), A(count), A(loss_sum), A(count_sum),
-        A(X), matrix(o, b, A(Wr), PARAM, 1, o->c.n_experts, o->c.d_model), A(bias), o->router,
+        NULL, A(X), matrix(o, b, A(Wr), PARAM, 1, o->c.n_experts, o->c.d_model), A(bias), o->router,
         o->given, A(state), 5, SCRATCH);
 }
 CALL(router_backward) {
@@ -898,7 +899,7 @@ static Op router_op(const Backend *dev, const char *name, RouterCase x) {
     const int N = x.N, C = x.C, E = x.E, K = x.K;
     Op o = op_on(dev, name, 1, N, config(2, 1, C, 1, 1, 2, E, K, 1));
     const Router r = {
-        x.kind, N, C, E, K, x.renorm, (float)x.aux, (float)x.z, x.select ? x.limit : N, x.tile};
+        x.kind, N, C, E, K, x.renorm, (float)x.aux, (float)x.z, x.select ? x.limit : N, x.tile, 0};
     o.router = r;
     o.given = x.given;
     if (x.select) o.S_max = most_slots(N, E, K, x.tile), o.row_max = E;
