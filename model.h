@@ -17,10 +17,15 @@
    norms' outputs, 2 also H: both are made again in the backward pass, with the same bits. Routing
    is never made again.
 
-   It knows moe.h, and gemm.h for the exact exp, log, sine and cosine that start values need. */
+   With several ranks (shape.par) a model has the experts of its rank alone, its rows are the rank's
+   share of a micro-batch, and all ranks call the same functions together.
+
+   It knows moe.h, expert_parallel.h, and gemm.h for the exact exp, log, sine and cosine that start
+   values need. */
 #ifndef MODEL_H
 #define MODEL_H
 
+#include "expert_parallel.h"
 #include "gemm.h"
 #include "moe.h"
 
@@ -50,6 +55,10 @@ typedef struct ModelShape {
     int sgd;       // no moments
     int count;     // loads of a step, as training counts them, also without train
     int tile;      // token rounding in training: multiple of slots that an expert gets; 0 = off
+    // several ranks; NULL: this one alone
+    const Parallel *par;
+    int B_all;  // sequences of a call over all ranks; B is the rank's share
+    int select; // training drops or rounds slots, over the rows of all ranks
 } ModelShape;
 
 typedef struct Mlp { // a SwiGLU MLP: the experts of a layer, a dense MLP, or the shared expert
@@ -76,6 +85,7 @@ typedef struct Layer {
     // totals of a step, for the log
     int *count_sum, *moved; // choices an expert; slots dropped, added
     stat_t *loss_sum;       // 2: balance loss, z-loss
+    stat_t *sums;           // (E+1) several ranks: of a micro-batch, as router_forward makes them
 } Layer;
 
 enum { MAX_ACCOUNT = 64 };
@@ -114,6 +124,19 @@ typedef struct Model {
     size_t step_stats_bytes; // count_sum and loss_sum of all layers lie together from here
     char *step_stats;
     int n_segments;
+    // several ranks
+    int B_all;              // sequences of the next call over all ranks
+    int more_follow;        // gradients are not complete yet: another micro-batch follows
+    TensorTable whole;      // of all ranks' tensors
+    Exchange *exchange;     // experts on several ranks, else NULL
+    Buckets buckets;        // of gradients that are summed over ranks
+    Segment *own;           // what this rank counts in the norm, and updates with ZeRO-1
+    int n_own, *own_tensor; // (n_own) index in table, on the host
+    int *counts;            // (MoE layers, E): of all layers together
+    stat_t *sums;           // (MoE layers, E+1)
+    stat_t *all_logits, *all_lse, *all_weight; // routing of the rows of all ranks: selection
+    int *all_topk, *all_of;
+    Plan all_plan;
     double aux_coef, z_coef; // of the loss; divided by layers and micro-batches where they are used
     double capacity;         // training drops beyond capacity * N K / E slots an expert; < 0 = none
     double bias_rate;        // of the selection bias, a step
@@ -177,7 +200,7 @@ MODEL_FN Mat mat_of(const Model *m, TensorKind kind, int layer, grad_t **grad) {
     w.data =
         base ? (char *)(uintptr_t)base + t->offset * (copied ? b->mat_size : b->param_size) : NULL;
     if (grad && m->base[A_GRADS]) *grad = m->base[A_GRADS] + t->offset * m->b->grad_size;
-    w.count = t->expert < 0 ? 1 : m->c.n_experts;
+    w.count = t->expert < 0 ? 1 : m->table.experts;
     w.rows = (int)t->rows;
     w.cols = (int)t->cols;
     w.ld = t->cols;
@@ -197,6 +220,124 @@ static inline size_t slots_of(const Model *m, int l, size_t N) {
     return rounded < N * E ? rounded : N * E;
 }
 
+// Rows of a call over all ranks.
+static inline int rows_of_ranks(const Parallel *par, int B_all, int T) {
+    int rows = 0;
+    for (int r = 0; r < par->world.size; r++)
+        rows += share_of_batch(&par->world, B_all, r, NULL) * T;
+    return rows;
+}
+
+// Most rows of any rank.
+static inline int rows_of_one(const Parallel *par, int B_all, int T) {
+    int most = 0;
+    for (int r = 0; r < par->world.size; r++) {
+        const int rows = share_of_batch(&par->world, B_all, r, NULL) * T;
+        if (rows > most) most = rows;
+    }
+    return most;
+}
+
+// Most rows and slots of a chunk that come to the experts of a rank: all rows of all ranks.
+static inline size_t rows_of_chunk(const Model *m) {
+    const size_t R = rows_of_one(m->shape.par, m->shape.B_all, m->shape.T),
+                 chunk = m->shape.par->chunk;
+    return R < chunk ? R : chunk;
+}
+static inline size_t slots_that_come(const Model *m) {
+    const size_t P = m->shape.par->ep.size, here = m->c.n_experts / P;
+    const size_t each = m->shape.tile ? (size_t)m->c.n_experts : (size_t)m->c.top_k;
+    return P * rows_of_chunk(m) * (each < here ? each : here);
+}
+static inline size_t rows_that_come(const Model *m) {
+    return m->shape.par->way == WAY_ALLTOALL ? slots_that_come(m)
+                                             : m->shape.par->ep.size * rows_of_chunk(m);
+}
+
+MODEL_FN void take_plan(Model *m, ArenaId arena, const char *label, Plan *p) {
+    p->offsets = take(m, arena, label, p->E + 1, sizeof(int));
+    p->row = take(m, arena, label, p->S_max, sizeof(int));
+    p->expert = take(m, arena, label, p->S_max, sizeof(int));
+    p->weight = take(m, arena, label, p->S_max, m->b->stat_size);
+    p->row_begin = take(m, arena, label, (size_t)p->rows + 1, sizeof(int));
+    p->slot = take(m, arena, label, p->S_max, sizeof(int));
+}
+
+/* What the experts of other ranks need: for each chunk of rows its plans, the rows that came and
+   their H; and the buffers of what is on the way. The sizes are those of the worst case: all rows
+   of all ranks choose experts here. */
+MODEL_FN void layout_exchange(Model *m, int h_saved, act_t *H) {
+    Exchange *x = m->exchange;
+    const Parallel *par = x->par;
+    const Backend *b = m->b;
+    const Config *c = &m->c;
+    const ModelShape s = m->shape;
+    const size_t C = c->d_model, E = c->n_experts, P = par->ep.size, act = b->act_size;
+    const size_t I = c->d_expert, wire = par->bf16 ? 2 : act, stat = b->stat_size;
+    const size_t n = rows_of_chunk(m), each = s.tile ? E : (size_t)c->top_k, here = E / P;
+    const size_t mine = each < here ? each : here, ranks = each < P ? each : P;
+    const int dedup = par->way == WAY_DEDUP, slotwise = par->way == WAY_ALLTOALL;
+    const ArenaId keep = s.train ? A_SAVED : A_WORK;
+    static const char routing[] = "exchange: routing of chunks",
+                      rows[] = "exchange: rows on the way";
+    x->C = (int)C, x->E = (int)E, x->here = (int)here;
+    x->most = (int)(n * each);
+    x->come = (int)rows_that_come(m);
+    x->come_slots = (int)slots_that_come(m);
+    x->go = (int)(dedup ? n * ranks : slotwise ? n * each : P * n);
+    for (int l = 0; l < x->layers; l++) {
+        if (s.train && !is_moe_layer(c, l)) continue;
+        for (int i = 0; i < x->chunk_room; i++) {
+            EpChunk *k = &x->chunk[(size_t)l * x->chunk_room + i];
+            Plan own = {(int)n, (int)E, x->most, (int)each, NULL, NULL, NULL, NULL, NULL, NULL};
+            Plan came = {x->come, (int)here, x->come_slots, slotwise ? 1 : (int)mine, NULL, NULL,
+                NULL, NULL, NULL, NULL};
+            take_plan(m, keep, routing, &own);
+            take_plan(m, keep, routing, &came);
+            k->plan = own, k->here = came;
+            k->of = take(m, keep, routing, x->most, sizeof(int));
+            if (par->way != WAY_ALLGATHER) {
+                k->item = take(m, keep, routing, x->most, sizeof(int));
+                k->item_row = take(m, keep, routing, n * ranks, sizeof(int));
+                k->item_begin = take(m, keep, routing, n + 1, sizeof(int));
+                k->item_at = take(m, keep, routing, n * ranks, sizeof(int));
+            }
+            k->offsets = take(m, keep, routing, P * (E + 1), sizeof(int));
+            k->start = take(m, keep, routing, P, sizeof(int));
+            k->base = take(m, keep, routing, P, sizeof(int));
+            if (slotwise && s.train) k->which_X = take(m, keep, routing, x->come, sizeof(int));
+            if (s.train) k->X = take(m, keep, "rows of all ranks that came (R,C)", P * n * C, act);
+            k->H = !h_saved
+                ? H
+                : take(m, keep, "expert pre-activation H (S,2I)", 2 * x->come_slots * I, act);
+        }
+    }
+    for (int i = 0; i < EP_SETS; i++) {
+        EpSet *k = &x->set[i];
+        if (par->way != WAY_ALLGATHER || par->bf16)
+            k->send = take(m, A_WORK, rows, x->go * C, wire);
+        k->arrived = take(m, A_WORK, rows, x->come * C, wire);
+        k->out = take(m, A_WORK, rows, x->come * C, act);
+        if (par->bf16) k->back = take(m, A_WORK, rows, x->come * C, wire);
+        k->returned = take(m, A_WORK, rows, x->go * C, wire);
+        k->item = take(m, A_WORK, routing, P * x->most, sizeof(int));
+        k->weight = take(m, A_WORK, routing, P * x->most, stat);
+        if (!s.train) continue;
+        k->dS_back = take(m, A_WORK, routing, P * x->most, stat);
+        k->dS = take(m, A_WORK, routing, x->most, stat);
+    }
+    if (par->bf16) x->landed = take(m, A_WORK, rows, x->come * C, act);
+    if (slotwise && s.train) x->expanded = take(m, A_WORK, rows, x->come * C, act);
+    if (s.train) x->dS_here = take(m, A_WORK, routing, x->come_slots, stat);
+    x->order = take(m, A_WORK, routing, c->n_layers * E, sizeof(int));
+    x->count = take(m, A_WORK, routing, P, sizeof(int));
+}
+
+// Elements of one of the two moments that this rank keeps.
+static inline size_t moment_elements(const Model *m) {
+    return m->shape.par && m->shape.par->zero ? m->buckets.moments : m->table.elements;
+}
+
 /* Lays out every arena. A saved buffer of the training model is a working buffer, shared by all
    layers, in a model that only infers, or where it is made again in the backward pass. */
 MODEL_FN void layout(Model *m) {
@@ -211,6 +352,7 @@ MODEL_FN void layout(Model *m) {
     const size_t cache = s.cache_len ? (size_t)s.cache_len : (size_t)s.T;
     const int norm_saved = s.train && s.recompute < 1, h_saved = s.train && s.recompute < 2;
     const size_t positions = s.cache_len > s.T ? s.cache_len : s.T;
+    const size_t came = m->exchange ? slots_that_come(m) : 0; // for the experts here
     size_t max_slots = N, max_sI = 0, max_I2 = 0, shared_I2 = 2 * (size_t)c->d_shared;
 
     memset(m->used, 0, sizeof m->used);
@@ -220,11 +362,13 @@ MODEL_FN void layout(Model *m) {
         take(m, A_BUFFERS, "selection bias", m->table.buffer_elements, stat);
     if (b->params_changed) take(m, A_COPIES, "rounded weights", m->table.elements, b->mat_size);
     if (s.train) take(m, A_GRADS, "gradients", m->table.elements, b->grad_size);
-    if (s.train && !s.sgd) take(m, A_MOMENTS, "m and v", 2 * m->table.elements, b->grad_size);
+    if (s.train && !s.sgd) take(m, A_MOMENTS, "m and v", 2 * moment_elements(m), b->grad_size);
 
     for (int l = 0; l < c->n_layers; l++) {
-        const size_t slots = slots_of(m, l, N), I = mlp_width(c, l);
+        const size_t I = mlp_width(c, l), own = slots_of(m, l, N);
+        const size_t slots = m->exchange && is_moe_layer(c, l) ? came : own;
         if (slots > max_slots) max_slots = slots;
+        if (own > max_slots) max_slots = own;
         if (slots * I > max_sI) max_sI = slots * I;
         if (2 * slots * I > max_I2) max_I2 = 2 * slots * I;
     }
@@ -271,8 +415,32 @@ MODEL_FN void layout(Model *m) {
         ? NULL
         : take(m, A_WORK, "next-token logits (B,V)", mul_sizes(s.B, c->vocab_size), act);
     ScratchShape sh = {s.B, s.T, (int)cache, (int)max_slots, s.train, 0};
+    if (s.par && s.select) { // over the rows of all ranks
+        const size_t all = rows_of_ranks(s.par, s.B_all, s.T),
+                     most = slots_of(m, c->n_layers - 1, all);
+        static const char label[] = "routing of all ranks";
+        Plan p = {(int)all, (int)E, (int)most, s.tile ? (int)E : (int)K, NULL, NULL, NULL, NULL,
+            NULL, NULL};
+        take_plan(m, A_WORK, label, &p);
+        m->all_plan = p;
+        m->all_logits = take(m, A_WORK, label, all * E, stat);
+        m->all_lse = take(m, A_WORK, label, all, stat);
+        m->all_weight = take(m, A_WORK, label, all * K, stat);
+        m->all_topk = take(m, A_WORK, label, all * K, sizeof(int));
+        m->all_of = take(m, A_WORK, label, most, sizeof(int));
+        sh.rows = (int)all;
+        if (most > max_slots) sh.S_max = (int)most;
+    }
+    if (m->exchange && (int)rows_that_come(m) > sh.rows) sh.rows = (int)rows_that_come(m);
     m->scratch = take(m, A_WORK, "scratch of the operations", b->scratch_bytes(c, &sh), 1);
 
+    if (m->exchange) layout_exchange(m, h_saved, H);
+    const int together = s.par && s.train; // counts are summed over ranks, of all layers at once
+    if (together) m->own = take(m, A_WORK, "list of tensors", m->table.count, sizeof(Segment));
+    if (together && moe_layers(c)) {
+        m->counts = take(m, A_SAVED, "routing", moe_layers(c) * E, sizeof(int));
+        m->sums = take(m, A_WORK, "routing of all ranks", moe_layers(c) * (E + 1), stat);
+    }
     m->step_stats = NULL;
     m->step_stats_bytes = 0;
     if ((s.train || s.count) && moe_layers(c)) {
@@ -333,8 +501,9 @@ MODEL_FN void layout(Model *m) {
             y->ln1 = norm_saved ? take(m, keep, "attention input (N,C)", N * C, act) : ln;
             y->ln2 = norm_saved ? take(m, keep, "expert input X (N,C)", N * C, act) : ln;
         }
-        y->mlp.H =
-            h_saved ? take(m, keep, "expert pre-activation H (S,2I)", 2 * slots * I, act) : H;
+        y->mlp.H = m->exchange && moe ? NULL // that of the rows that came
+            : h_saved ? take(m, keep, "expert pre-activation H (S,2I)", 2 * slots * I, act)
+                      : H;
         y->shared.H = !shared_I2 || !moe ? NULL
             : h_saved ? take(m, keep, "shared expert H (N,2I)", N * shared_I2, act)
                       : Hs;
@@ -354,13 +523,12 @@ MODEL_FN void layout(Model *m) {
             y->router_lse = take(m, keep, "routing", N, stat);
             y->topk_weight = take(m, keep, "routing", N * K, stat);
             y->topk = take(m, keep, "routing", N * K, sizeof(int));
-            y->count = take(m, keep, "routing", E, sizeof(int));
-            p->offsets = take(m, keep, "routing", E + 1, sizeof(int));
-            p->row = take(m, keep, "routing", slots, sizeof(int));
-            p->expert = take(m, keep, "routing", slots, sizeof(int));
-            p->weight = take(m, keep, "routing", slots, stat);
-            p->row_begin = take(m, keep, "routing", N + 1, sizeof(int));
-            p->slot = take(m, keep, "routing", slots, sizeof(int));
+            const size_t at = (size_t)(l - c->dense_layers);
+            y->count = !together ? take(m, keep, "routing", E, sizeof(int))
+                : m->counts      ? m->counts + at * E
+                                 : NULL;
+            y->sums = m->sums ? m->sums + at * (E + 1) * stat : NULL;
+            take_plan(m, keep, "routing", p);
         }
         if (l == 0) infer = *y;
         if (moe && !have_routing) { // of the first MoE layer, which need not be layer 0
@@ -385,14 +553,27 @@ MODEL_FN size_t model_bytes(const Model *m) {
 // The dry run alone: sizes, account and tensor table, nothing allocated but those. Free with
 // model_free.
 MODEL_FN void model_plan(Model *m, const Config *c, const Backend *b, ModelShape shape) {
+    const Parallel *par = shape.par;
     memset(m, 0, sizeof *m);
     m->c = *c;
     m->b = b;
     m->shape = shape;
     m->capacity = -1;
+    m->B_all = shape.B_all ? shape.B_all : shape.B;
     m->layer = calloc(c->n_layers, sizeof *m->layer);
-    if (!m->layer || tensor_table_build(&m->table, c, b->param_size))
+    const int P = par && moe_layers(c) ? par->ep.size : 1, here = c->n_experts / P;
+    int *mine = P > 1 ? malloc((size_t)c->n_layers * c->n_experts * sizeof *mine) : NULL;
+    for (int l = 0; l < c->n_layers && mine; l++)
+        memcpy(mine + (size_t)l * c->n_experts,
+            par->order + (size_t)l * c->n_experts + (size_t)par->ep.rank * here,
+            here * sizeof *mine);
+    if (!m->layer || (P > 1 && !mine) || tensor_table_build(&m->whole, c, b->param_size) ||
+        tensor_table_build_some(&m->table, c, b->param_size, mine, here))
         die(RUN_ERROR, "no memory for the list of tensors of %d layers", c->n_layers);
+    free(mine);
+    buckets_open(&m->buckets, &m->table, par);
+    if (P > 1)
+        m->exchange = exchange_open(par, b, c, shape.train, rows_of_one(par, m->B_all, shape.T));
     layout(m);
 }
 
@@ -436,6 +617,32 @@ MODEL_FN void host_from(const Backend *b, DType type, double *dst, const void *s
     }
 }
 
+// The list of what this rank counts in the gradient's norm, from seg, that of all it has: its share
+// of every bucket, so that each parameter is counted once.
+MODEL_FN void list_own(Model *m, const Segment *seg) {
+    const Buckets *x = &m->buckets;
+    const int zero = m->shape.par && m->shape.par->zero;
+    if (!m->own) return;
+    Segment *own = malloc((m->table.count + 1) * sizeof *own);
+    m->own_tensor = malloc((m->table.count + 1) * sizeof(int));
+    if (!own || !m->own_tensor) die(RUN_ERROR, "no memory");
+    for (int i = 0, s = 0, k = 0; i < m->table.count; i++) {
+        if (!m->table.tensor[i].row->trained) continue;
+        const Segment all = seg[s++];
+        while (x->bucket[k].offset + x->bucket[k].count <= all.offset) k++;
+        const Bucket *b = &x->bucket[k];
+        const size_t begin = b->offset + b->shard, end = begin + b->shared;
+        const size_t from = all.offset > begin ? all.offset : begin,
+                     to = all.offset + all.count < end ? all.offset + all.count : end;
+        if (from >= to) continue;
+        Segment part = {from, to - from, all.decay, zero ? b->moment + from - begin : from};
+        m->own_tensor[m->n_own] = i;
+        own[m->n_own++] = part;
+    }
+    m->b->to_device(m->own, own, m->n_own * sizeof *own);
+    free(own);
+}
+
 /* Allocates what model_plan counted. from: a model whose parameters this one borrows (sampling
    during training), or NULL. Parameters are left unset: model_init or a checkpoint fills them. */
 MODEL_FN void model_build(
@@ -467,7 +674,11 @@ MODEL_FN void model_build(
         if (t->row->trained) seg[m->n_segments++] = s;
     }
     b->to_device(m->segments, seg, m->n_segments * sizeof *seg);
+    list_own(m, seg);
     free(seg);
+    if (m->exchange)
+        b->to_device(
+            m->exchange->order, shape.par->order, (size_t)c->n_layers * c->n_experts * sizeof(int));
     int identity[2] = {0, (int)((size_t)shape.B * shape.T)};
     b->to_device(m->dense_offsets, identity, sizeof identity);
     // rope[p] = cos(p f_i), then sin(p f_i); f_i = theta^(-2i/hd)
@@ -491,6 +702,10 @@ MODEL_FN void model_free(Model *m) {
     for (int a = 0; a < ARENAS; a++)
         if (m->base[a] && !(m->borrowed && a <= LAST_BORROWED)) m->b->release(m->base[a]);
     tensor_table_free(&m->table);
+    tensor_table_free(&m->whole);
+    buckets_close(&m->buckets);
+    if (m->exchange) exchange_close(m->exchange);
+    free(m->own_tensor);
     free(m->layer);
     memset(m, 0, sizeof *m);
 }
@@ -501,7 +716,7 @@ MODEL_FN void model_params_changed(Model *m) {
 }
 
 static inline grad_t *moment(const Model *m, int second) { // m or v; NULL for SGD
-    return m->base[A_MOMENTS] ? m->base[A_MOMENTS] + second * m->table.elements * m->b->grad_size
+    return m->base[A_MOMENTS] ? m->base[A_MOMENTS] + second * moment_elements(m) * m->b->grad_size
                               : NULL;
 }
 
@@ -603,17 +818,60 @@ MODEL_FN Attn attn_of(const Model *m, int B, int T, int decoding) {
 
 MODEL_FN Router router_of(const Model *m, int N, int micro_batches) {
     const Config *c = &m->c;
+    const int all = m->shape.par ? rows_of_ranks(m->shape.par, m->B_all, m->shape.T) : N;
     const double share = 1.0 / ((double)moe_layers(c) * micro_batches);
     // a hair off, so that 1.1 * 10 is 11
-    const double limit = ceil(m->capacity * N * c->top_k / c->n_experts * (1 - 1e-12));
+    const double limit = ceil(m->capacity * all * c->top_k / c->n_experts * (1 - 1e-12));
     Router r = {c->router, N, c->d_model, c->n_experts, c->top_k, c->norm_topk, m->aux_coef * share,
-        m->z_coef * share, m->capacity < 0 || limit > N ? N : (int)limit, m->shape.tile, 0};
+        m->z_coef * share, m->capacity < 0 || limit > all ? all : (int)limit, m->shape.tile, all};
     return r;
 }
 
 MODEL_FN Plan identity_plan(const Model *m, int N) {
     Plan p = {N, 1, N, 1, m->dense_offsets, NULL, NULL, NULL, NULL, NULL};
     return p;
+}
+
+static inline int selects(Router r) { return r.tile || r.limit < r.all; }
+
+// The plan of this rank's rows after a selection over the rows of all ranks: each rank makes it.
+MODEL_FN void select_over_ranks(Model *m, int l, int N, Router r) {
+    const Backend *b = m->b;
+    const Parallel *par = m->shape.par;
+    Layer *y = &m->layer[l];
+    const size_t E = r.E, K = r.K, stat = b->stat_size;
+    size_t *rows = malloc(par->world.size * sizeof *rows);
+    if (!rows) die(RUN_ERROR, "no memory");
+    int first = 0;
+    for (int k = 0; k < par->world.size; k++) {
+        rows[k] = (size_t)share_of_batch(&par->world, m->B_all, k, NULL) * m->shape.T;
+        if (k < par->world.rank) first += (int)rows[k];
+    }
+    comm_all_reduce(par->on_world, y->count, E, COMM_I32, COMM_SUM);
+    comm_all_gather_counts(par->on_world, m->all_logits, y->logits, rows, E * stat);
+    comm_all_gather_counts(par->on_world, m->all_lse, y->router_lse, rows, stat);
+    comm_all_gather_counts(par->on_world, m->all_weight, y->topk_weight, rows, K * stat);
+    comm_all_gather_counts(par->on_world, m->all_topk, y->topk, rows, K * sizeof(int));
+    free(rows);
+    r.N = m->all_plan.rows = r.all;
+    b->plan_select(&m->all_plan, y->moved, m->all_topk, m->all_weight, y->count, m->all_logits,
+        m->all_lse, r, 0, m->scratch);
+    y->plan.rows = N;
+    b->plan_part(&y->plan, m->all_of, &m->all_plan, NULL, first, m->scratch);
+}
+
+// Several ranks: loads and losses of a micro-batch, of the rows of all of them.
+MODEL_FN void balance_of_ranks(Model *m, int N) {
+    const Config *c = &m->c;
+    const Router r = router_of(m, N, 1);
+    const size_t n = moe_layers(c), E = c->n_experts;
+    Comm *w = m->shape.par->on_world;
+    if (!selects(r)) comm_all_reduce(w, m->counts, n * E, COMM_I32, COMM_SUM);
+    comm_all_reduce(w, m->sums, n * (E + 1), comm_type_of(m->b->stat_type), COMM_SUM);
+    for (int l = c->dense_layers; l < c->n_layers; l++) {
+        Layer *y = &m->layer[l];
+        m->b->router_balance(y->loss_sum, y->count_sum, y->count, y->sums, r);
+    }
 }
 
 // branch = experts(ln2); counting (training): add loads and balance losses to the step's totals, and
@@ -624,11 +882,14 @@ MODEL_FN void mlp_forward(Model *m, int l, int N, int counting) {
     Plan dense = identity_plan(m, N);
     if (is_moe_layer(&m->c, l)) {
         const Router r = router_of(m, N, 1);
+        const int alone = counting && !m->shape.par; // else balance_of_ranks counts
         b->router_forward(y->logits, y->router_lse, y->topk, y->topk_weight, y->count,
-            counting ? y->loss_sum : NULL, counting ? y->count_sum : NULL, NULL, y->ln2, y->Wr,
+            alone ? y->loss_sum : NULL, alone ? y->count_sum : NULL, y->sums, y->ln2, y->Wr,
             y->bias, r, m->reuse_routing, m->state, l, m->scratch);
         y->plan.rows = N;
-        if (counting && (r.tile || r.limit < N))
+        if (counting && selects(r) && m->shape.par)
+            select_over_ranks(m, l, N, r);
+        else if (counting && selects(r))
             b->plan_select(&y->plan, y->moved, y->topk, y->topk_weight, y->count, y->logits,
                 y->router_lse, r, m->reuse_routing, m->scratch);
         else
@@ -637,8 +898,12 @@ MODEL_FN void mlp_forward(Model *m, int l, int N, int counting) {
     }
     const Plan *p = is_moe_layer(&m->c, l) ? &y->plan : &dense;
     act_t *A = b->keeps_A ? m->sA : NULL;
-    b->expert_up_forward(y->mlp.H, A, y->ln2, y->mlp.W1, p, m->scratch);
-    b->expert_down_forward(m->branch, y->mlp.H, A, y->mlp.W2, p, 0, m->scratch);
+    if (m->exchange && p == &y->plan) {
+        ep_forward(m->exchange, l, m->branch, y->ln2, y->mlp.W1, y->mlp.W2, p, A, m->scratch);
+    } else {
+        b->expert_up_forward(y->mlp.H, A, y->ln2, y->mlp.W1, p, m->scratch);
+        b->expert_down_forward(m->branch, y->mlp.H, A, y->mlp.W2, p, 0, m->scratch);
+    }
     if (y->shared.H) {
         b->expert_up_forward(y->shared.H, A, y->ln2, y->shared.W1, &dense, m->scratch);
         b->expert_down_forward(m->branch, y->shared.H, A, y->shared.W2, &dense, 1, m->scratch);
@@ -652,6 +917,10 @@ MODEL_FN void model_forward(Model *m, int B, int T, int decoding, int counting) 
     const int N = B * T, C = m->c.d_model;
     const double eps = m->c.norm_eps;
     const Attn a = attn_of(m, B, T, decoding);
+    if (m->shape.par &&
+        B != share_of_batch(&m->shape.par->world, m->B_all, m->shape.par->world.rank, NULL))
+        die(RUN_ERROR, "internal: %d x %d rows are not this rank's share", B, T);
+    if (m->exchange) ep_begin(m->exchange, m->B_all, T);
     if (m->dense_offsets && N != m->layer[0].plan.rows) {
         int identity[2] = {0, N};
         b->to_device(m->dense_offsets, identity, sizeof identity);
@@ -676,6 +945,7 @@ MODEL_FN void model_forward(Model *m, int B, int T, int decoding, int counting) 
     }
     b->residual_rmsnorm_forward(m->xf, m->lnf, m->rstdf, m->layer[m->c.n_layers - 1].x2, m->branch,
         m->final_norm, N, C, eps);
+    if (counting && m->shape.par && moe_layers(&m->c)) balance_of_ranks(m, N);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -688,15 +958,21 @@ MODEL_FN void mlp_backward(Model *m, int l, int N, int micro_batches) {
     const int moe = is_moe_layer(&m->c, l);
     Plan dense = identity_plan(m, N);
     const Plan *p = moe ? &y->plan : &dense;
-    if (m->shape.recompute >= 2) {
-        b->expert_up_forward(y->mlp.H, NULL, y->ln2, y->mlp.W1, p, m->scratch);
+    const int away = m->exchange && moe, again = m->shape.recompute >= 2;
+    if (again) {
+        if (!away) b->expert_up_forward(y->mlp.H, NULL, y->ln2, y->mlp.W1, p, m->scratch);
         if (y->shared.H)
             b->expert_up_forward(y->shared.H, NULL, y->ln2, y->shared.W1, &dense, m->scratch);
     }
     // dH takes the place of H: from here on H is not needed
-    b->expert_down_backward(
-        y->mlp.H, m->sA, moe ? m->dS : NULL, y->mlp.dW2, m->dx, y->mlp.H, y->mlp.W2, p, m->scratch);
-    b->expert_up_backward(m->dln, y->mlp.dW1, y->mlp.H, y->ln2, y->mlp.W1, p, 0, m->scratch);
+    if (away) {
+        ep_backward(m->exchange, l, m->dln, m->dS, y->mlp.dW1, y->mlp.dW2, m->dx, y->mlp.W1,
+            y->mlp.W2, m->sA, again, m->scratch);
+    } else {
+        b->expert_down_backward(y->mlp.H, m->sA, moe ? m->dS : NULL, y->mlp.dW2, m->dx, y->mlp.H,
+            y->mlp.W2, p, m->scratch);
+        b->expert_up_backward(m->dln, y->mlp.dW1, y->mlp.H, y->ln2, y->mlp.W1, p, 0, m->scratch);
+    }
     if (moe)
         b->router_backward(m->dln, y->dWr, m->dS, &y->plan, y->logits, y->router_lse, y->topk,
             y->topk_weight, y->count, y->ln2, y->Wr, router_of(m, N, micro_batches), m->scratch);
@@ -710,10 +986,12 @@ MODEL_FN void mlp_backward(Model *m, int l, int N, int micro_batches) {
 
 /* After model_forward on the same tokens: adds the gradients of
      loss_scale * sum of cross entropy over valid targets + (aux_coef * aux + z_coef * z) / (MoE
-   layers * micro_batches) to the gradient arena, and the first term to state->loss. */
+   layers * micro_batches) to the gradient arena, and the first term to state->loss. Several ranks:
+   those of this rank's rows; after the last micro-batch, sums over ranks are on their way as soon
+   as a layer is done. */
 MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micro_batches) {
     const Backend *b = m->b;
-    const int N = B * T, C = m->c.d_model;
+    const int N = B * T, C = m->c.d_model, complete = m->shape.par && !m->more_follow;
     const Attn a = attn_of(m, B, T, 0);
     b->classifier(
         m->losses, m->dln, m->dhead, m->lnf, m->head, m->targets, N, loss_scale, m->scratch);
@@ -737,8 +1015,10 @@ MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micr
             b->rmsnorm_forward(y->ln1, y->rstd1, y->x, y->norm1, N, C, m->c.norm_eps);
         b->linear_backward(m->dln, y->dWqkv, m->dqkv, y->ln1, y->Wqkv, N, 0, m->scratch);
         b->rmsnorm_backward(m->dx, y->dnorm1, m->dln, y->x, y->rstd1, y->norm1, N, C, m->scratch);
+        if (complete) buckets_start(&m->buckets, m->shape.par, b, m->base[A_GRADS], l);
     }
     b->embedding_backward(m->dwte, m->dx, m->tokens, N, m->c.vocab_size, C, m->scratch);
+    if (complete) buckets_start(&m->buckets, m->shape.par, b, m->base[A_GRADS], -1);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -819,10 +1099,22 @@ MODEL_FN void model_begin_step(Model *m, int64_t step, double lr, const OptimCon
 // Clips and updates. When something in the step was not finite, no weight is touched: look at
 // m->state.
 MODEL_FN void model_update(Model *m, const OptimConfig *o) {
-    m->b->grad_norm(
-        m->state, m->base[A_GRADS], m->segments, m->n_segments, o->max_norm, m->scratch);
-    m->b->update(m->base[A_PARAMS], m->base[A_GRADS], moment(m, 0), moment(m, 1), m->segments,
-        m->n_segments, m->state, *o);
+    const Backend *b = m->b;
+    const Parallel *par = m->shape.par;
+    const int zero = par && par->zero, n = zero ? m->n_own : m->n_segments;
+    if (par) { // every rank counts its share of the norm: each parameter once
+        double *sums = (double *)((char *)m->state + offsetof(StepState, loss));
+        buckets_finish(&m->buckets);
+        b->grad_norm(m->state, m->base[A_GRADS], m->own, m->n_own, o->max_norm, m->scratch);
+        comm_all_reduce(par->on_world, sums, 2, COMM_F64, COMM_SUM); // loss, square
+        b->clip_norm(m->state, o->max_norm);
+    } else {
+        b->grad_norm(
+            m->state, m->base[A_GRADS], m->segments, m->n_segments, o->max_norm, m->scratch);
+    }
+    b->update(m->base[A_PARAMS], m->base[A_GRADS], moment(m, 0), moment(m, 1),
+        zero ? m->own : m->segments, n, m->state, *o);
+    if (zero) buckets_gather(&m->buckets, par, b, m->base[A_PARAMS]);
     for (int l = 0; l < m->c.n_layers; l++)
         if (m->layer[l].bias)
             m->b->update_bias(
@@ -837,7 +1129,7 @@ MODEL_FN StepState model_state(const Model *m) {
 }
 
 // Sum of the cross entropy over the valid targets of B*T tokens (forward only; leaves the step's
-// totals alone).
+// totals alone). Several ranks: of the tokens of all, and bad everywhere where it was bad anywhere.
 MODEL_FN StepState model_loss(Model *m, const int *tokens, const int *targets, int B, int T) {
     StepState s;
     memset(&s, 0, sizeof s);
@@ -846,7 +1138,14 @@ MODEL_FN StepState model_loss(Model *m, const int *tokens, const int *targets, i
     model_forward(m, B, T, 0, 0);
     m->b->classifier(m->losses, NULL, NULL, m->lnf, m->head, m->targets, B * T, 1, m->scratch);
     m->b->reduce_loss(m->state, m->losses, B * T, 1);
-    return model_state(m);
+    s = model_state(m);
+    if (m->shape.par) {
+        double sums[2] = {s.loss, s.bad != BAD_NONE};
+        comm_all_reduce((Comm *)(uintptr_t)&m->shape.par->world, sums, 2, COMM_F64, COMM_SUM);
+        s.loss = sums[0];
+        if (sums[1] > 0 && !s.bad) s.bad = BAD_ELSEWHERE;
+    }
+    return s;
 }
 
 /* Feeds sequence b its next len[b] <= T tokens (row b of tokens, (B,T)) at positions start[b] ...,

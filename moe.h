@@ -328,17 +328,22 @@ typedef struct TensorTable {
     Tensor *tensor;
     int count;
     size_t elements, buffer_elements; // sizes of the two arenas, gaps for alignment included
-    int (*first)[T_KINDS];            // first[l + 1][kind]: index into tensor (expert 0), -1 = none
+    int experts;                      // of a MoE layer that are here
+    int (*first)[T_KINDS];            // first[l + 1][kind]: index into tensor (of its first
+                                      // expert here), -1 = none
 } TensorTable;
 
 /* Lays out every tensor of a model: walks the table layer by layer, all gate_up of a layer before
    all down, so that the experts of a layer lie at one constant stride. elem_size: bytes of a
-   parameter on the device. Returns 0, or -1 when memory for the table itself runs out. */
-static inline int tensor_table_build(TensorTable *t, const Config *c, size_t elem_size) {
+   parameter on the device. some (L,E): of each layer the first n experts in it, and no others, are
+   laid out, in this order; NULL: all. Returns 0, or -1 when memory for the table itself runs out. */
+static inline int tensor_table_build_some(
+    TensorTable *t, const Config *c, size_t elem_size, const int *some, int n) {
     const size_t step = ARENA_ALIGN / elem_size;
     size_t room = 0, at[2] = {0, 0};
     memset(t, 0, sizeof *t);
-    room = (size_t)(c->n_layers + 1) * (TENSOR_ROWS + 2 * (size_t)c->n_experts);
+    t->experts = some ? n : c->n_experts;
+    room = (size_t)(c->n_layers + 1) * (TENSOR_ROWS + 2 * (size_t)t->experts);
     t->tensor = (Tensor *)calloc(room, sizeof(Tensor));
     t->first = (int(*)[T_KINDS])malloc((size_t)(c->n_layers + 1) * sizeof *t->first);
     if (!t->tensor || !t->first) return -1;
@@ -351,14 +356,14 @@ static inline int tensor_table_build(TensorTable *t, const Config *c, size_t ele
                 ? l < 0
                 : l >= 0 && (r->where == IN_LAYERS || (r->where == IN_DENSE_LAYERS ? !moe : moe));
             if (!here || !row_exists(c, r)) continue;
-            int experts = r->where == IN_EXPERTS ? c->n_experts : 1;
+            int experts = r->where == IN_EXPERTS ? t->experts : 1;
             t->first[l + 1][r->kind] = t->count;
             for (int e = 0; e < experts; e++) {
                 Tensor *x = &t->tensor[t->count++];
                 size_t *end = &at[!r->trained];
                 x->row = r;
                 x->layer = l;
-                x->expert = r->where == IN_EXPERTS ? e : -1;
+                x->expert = r->where != IN_EXPERTS ? -1 : some ? some[l * c->n_experts + e] : e;
                 for (int p = 0; p < r->parts; p++) x->rows += dim_of(c, r->rows[p]);
                 x->cols = r->cols == DIM_NONE ? 1 : dim_of(c, r->cols);
                 x->count = x->rows * x->cols;
@@ -370,6 +375,10 @@ static inline int tensor_table_build(TensorTable *t, const Config *c, size_t ele
     t->elements = at[0];
     t->buffer_elements = at[1];
     return 0;
+}
+
+static inline int tensor_table_build(TensorTable *t, const Config *c, size_t elem_size) {
+    return tensor_table_build_some(t, c, elem_size, NULL, 0);
 }
 
 static inline void tensor_table_free(TensorTable *t) {
@@ -515,6 +524,7 @@ typedef struct Backend {
     DType mat_type;
     size_t mat_size;
     int keeps_A;  // expert_up_forward leaves A for expert_down_forward: it wants room for it
+    int apart;    // its memory is apart from the host's; 2: that of a CUDA device
     void *stream; // the device's queue, opaque
 
     // memory: alloc returns NULL when there is none, aligned to ARENA_ALIGN; fresh memory is

@@ -1444,6 +1444,7 @@ const Backend *backend_cpu(void) {
         sizeof(real) == 8 ? F64 : F32,
         sizeof(real),
         0,
+        0,
         NULL,
         arena_alloc,
         free,

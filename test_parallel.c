@@ -1,0 +1,335 @@
+/* test_parallel.c: a model on several ranks is the model on one. Run it alone (dry layouts, shares)
+   or under mpirun: test_parallel [FILTER]; --device emulated runs the CUDA kernels on the CPU.
+
+   Every rank also trains the whole model by itself. What the ranks then do together, for every
+   layout, is measured against that: losses, norms of the gradient, gradients of every tensor,
+   weights. Rank 0 reports; a check fails on all ranks or on none. */
+#include "model.h"
+#include "test_report.h"
+
+static Comm world;
+static int W = 1, me;
+static const Backend *dev;
+
+static void ranks_agree(void) { // at_finish: a check that fails on one rank has failed
+    const int bad = check_failed[0] != 0;
+    const int worst = comm_agree(&world, bad ? W - me : 0); // of the first rank that says so
+    char why[sizeof check_failed];
+    if (!worst) return;
+    memcpy(why, check_failed, sizeof why);
+    comm_broadcast(&world, why, sizeof why, W - worst);
+    snprintf(check_failed, sizeof check_failed, "rank %d: %.1300s", W - worst, why);
+}
+
+// -------------------------------------------------------------------------------------------------
+// one run
+
+typedef struct Case {
+    const char *name;
+    Config c;
+    double aux, z, capacity, bias_rate;
+    int tile, recompute, sgd;
+} Case;
+
+static Config shape(int E, int K) {
+    const Config c = {.vocab_size = 31,
+        .seq_len = 12,
+        .n_layers = 2,
+        .d_model = 16,
+        .n_heads = 2,
+        .n_kv_heads = 1,
+        .head_dim = 8,
+        .n_experts = E,
+        .top_k = K,
+        .d_expert = 8,
+        .d_dense = 8 * K,
+        .qk_norm = QK_NORM_HEAD,
+        .norm_topk = 1,
+        .rope_theta = 1e4,
+        .norm_eps = 1e-6};
+    return c;
+}
+
+enum { CASES = 7 };
+static Case case_of(int i) {
+    Case x = {"softmax", shape(8, 2), 0.02, 0.003, 1e9, 0, 0, 0, 0};
+    switch (i) {
+    case 1: // everything at once
+        x.name = "sigmoid", x.c = shape(8, 3), x.bias_rate = 0.01, x.recompute = 2;
+        x.c.router = ROUTER_SIGMOID, x.c.d_shared = 12, x.c.dense_layers = 1, x.c.n_layers = 3;
+        break;
+    case 2: x.name = "dense", x.c = shape(1, 1), x.recompute = 1, x.c.tied = 1; break;
+    case 3: x.name = "capacity", x.capacity = 0.8; break;
+    case 4: x.name = "rounding", x.tile = 8; break;
+    case 5: x.name = "all-experts", x.c = shape(4, 4), x.recompute = 1; break;
+    case 6: x.name = "sgd", x.c.norm_topk = 0, x.sgd = 1; break;
+    }
+    return x;
+}
+
+typedef struct Layout {
+    int ep, zero, bf16, chunk, moved; // moved: experts in another order
+    Way way;
+} Layout;
+
+enum { STEPS = 20, B_ALL = 6, MICRO = 2 };
+typedef struct Trace { // what a run leaves
+    double loss[STEPS], norm[STEPS], aux[STEPS];
+    Model m;
+    float *grads; // of the first step
+} Trace;
+
+static int token_of(int step, int micro, int row, int t) {
+    const uint64_t at = ((uint64_t)step * MICRO + micro) * 64 + row;
+    // some tokens are frequent: loads differ
+    const double u = counter_uniform(5, at, t);
+    return (int)(31 * u * u);
+}
+
+static int *even(const Config *c) {
+    int *p = malloc((size_t)c->n_layers * c->n_experts * sizeof *p);
+    must(p != NULL, "memory");
+    for (int l = 0; l < c->n_layers; l++)
+        for (int e = 0; e < c->n_experts; e++) p[l * c->n_experts + e] = e;
+    return p;
+}
+static int *moved(const Config *c) { // another order in every layer
+    int *p = even(c);
+    for (int l = 0; l < c->n_layers; l++)
+        for (int e = c->n_experts - 1; e > 0; e--) {
+            const int k = (int)(counter_hash(9, l, e) % (uint64_t)(e + 1));
+            int *q = p + l * c->n_experts, was = q[e];
+            q[e] = q[k], q[k] = was;
+        }
+    return p;
+}
+
+static void open_model(Model *m, const Case *x, const Parallel *par, const Backend *b) {
+    const ModelShape s = {
+        .B = par ? share_of_batch(&par->world, B_ALL, par->world.rank, NULL) : B_ALL,
+        .T = x->c.seq_len,
+        .train = 1,
+        .recompute = x->recompute,
+        .sgd = x->sgd,
+        .tile = x->tile,
+        .par = par,
+        .B_all = B_ALL,
+        .select = x->tile || x->capacity < 1e9};
+    model_build(m, &x->c, b, s, NULL);
+    m->aux_coef = x->aux, m->z_coef = x->z, m->capacity = x->capacity, m->bias_rate = x->bias_rate;
+    model_init(m, 3);
+}
+
+static double mean_aux(const Model *m) {
+    double sum = 0;
+    for (int l = m->c.dense_layers; l < m->c.n_layers && moe_layers(&m->c); l++) {
+        double loss[2];
+        host_from(m->b, m->b->stat_type, loss, m->layer[l].loss_sum, 2);
+        sum += loss[0] + 10 * loss[1];
+    }
+    return sum;
+}
+
+// The gradients of the step, before the sums over ranks of the next one overwrite them.
+static void step_once(Model *m, const Case *x, int step, const OptimConfig *o, float *grads) {
+    const int T = x->c.seq_len;
+    int tokens[B_ALL * 12], targets[B_ALL * 12], first = 0, B = B_ALL;
+    if (m->shape.par) B = share_of_batch(&m->shape.par->world, B_ALL, me, &first);
+    model_begin_step(m, step + 1, 1e-3, o);
+    for (int k = 0; k < MICRO; k++) {
+        for (int b = 0; b < B; b++)
+            for (int t = 0; t < T; t++) {
+                tokens[b * T + t] = token_of(step, k, first + b, t);
+                targets[b * T + t] = token_of(step, k, first + b, t + 1);
+            }
+        model_set_tokens(m, tokens, targets, B * T);
+        m->more_follow = k + 1 < MICRO;
+        model_forward(m, B, T, 0, 1);
+        model_backward(m, B, T, 1.0 / (B_ALL * T * MICRO), MICRO);
+    }
+    if (grads) {
+        buckets_finish(&m->buckets);
+        m->b->to_host(grads, m->base[A_GRADS], m->used[A_GRADS]);
+    }
+    model_update(m, o);
+}
+
+static void run(Trace *t, const Case *x, const Parallel *par, const Backend *b, int steps) {
+    const OptimConfig o = {0.9, 0.95, 1e-8, 0.1, 1, x->sgd};
+    open_model(&t->m, x, par, b);
+    t->grads = malloc(t->m.used[A_GRADS]);
+    must(t->grads != NULL, "memory");
+    for (int s = 0; s < steps; s++) {
+        step_once(&t->m, x, s, &o, s ? NULL : t->grads);
+        const StepState st = model_state(&t->m);
+        if (s >= STEPS) continue;
+        t->loss[s] = st.loss, t->norm[s] = st.grad_norm, t->aux[s] = mean_aux(&t->m);
+        check(!st.bad, "step %d was bad: %d", s, st.bad);
+    }
+}
+static void close_run(Trace *t) {
+    free(t->grads);
+    model_free(&t->m);
+}
+
+// -------------------------------------------------------------------------------------------------
+// what must be the same
+
+static double relative(const double *a, const double *b, size_t n) {
+    double d = 0, r = 0;
+    for (size_t i = 0; i < n; i++) d += (a[i] - b[i]) * (a[i] - b[i]), r += b[i] * b[i];
+    return d == 0 ? 0 : __builtin_sqrt(d / r);
+}
+static int within(double error, double limit) { return error <= limit; } // NaN is not
+
+// The tensor of the alone model that is this one.
+static const Tensor *twin(const Model *alone, const Tensor *t) {
+    return tensor_of(&alone->table, t->row->kind, t->layer) + (t->expert > 0 ? t->expert : 0);
+}
+static void same_tensors(const Trace *a, const Trace *b, double limit, int gradients) {
+    for (int i = 0; i < a->m.table.count; i++) {
+        const Tensor *t = &a->m.table.tensor[i], *u = twin(&b->m, t);
+        char name[128];
+        tensor_name(name, sizeof name, t, 0);
+        if (gradients && !t->row->trained) continue;
+        double *x = malloc(2 * t->count * sizeof *x), *y = x + t->count, nx = 0, ny = 0;
+        must(x != NULL, "memory");
+        for (size_t k = 0; k < t->count && gradients; k++) {
+            x[k] = a->grads[t->offset + k], y[k] = b->grads[u->offset + k];
+            nx += x[k] * x[k], ny += y[k] * y[k];
+        }
+        const ArenaId arena = t->row->trained ? A_PARAMS : A_BUFFERS;
+        if (!gradients) {
+            host_from(a->m.b, F32, x, a->m.base[arena] + t->offset * 4, t->count);
+            host_from(b->m.b, F32, y, b->m.base[arena] + u->offset * 4, t->count);
+        }
+        const double e = relative(x, y, t->count);
+        check(within(e, limit), "%s of %s is off by %.3g", gradients ? "the gradient" : "the value",
+            name, e);
+        if (gradients && t->expert >= 0 && ny > 0)
+            check(within(__builtin_fabs(__builtin_sqrt(nx / ny) - 1), 5e-4 + limit),
+                "%s: its gradient is %.4f times that of one rank", name, __builtin_sqrt(nx / ny));
+        free(x);
+    }
+}
+static void same_run(const Trace *a, const Trace *b, double limit) {
+    for (int s = 0; s < STEPS; s++) {
+        const double loss = relative(&a->loss[s], &b->loss[s], 1),
+                     norm = relative(&a->norm[s], &b->norm[s], 1),
+                     aux = relative(&a->aux[s], &b->aux[s], 1);
+        check(within(loss, limit), "step %d: the loss is off by %.3g", s, loss);
+        check(within(norm, limit), "step %d: the norm is off by %.3g", s, norm);
+        check(within(aux, limit), "step %d: the balance losses are off by %.3g", s, aux);
+    }
+}
+
+static uint64_t hash_of(uint64_t h, const void *p, size_t n) { // FNV-1a
+    const unsigned char *x = p;
+    for (size_t i = 0; i < n; i++) h = (h ^ x[i]) * 0x100000001B3u;
+    return h;
+}
+// Dense parameters are the same bits on all ranks, those of an expert on all that have it.
+static uint64_t same_bits(const Model *m, const Parallel *par) {
+    uint64_t all = 0xCBF29CE484222325u, some = all;
+    for (int i = 0; i < m->table.count; i++) {
+        const Tensor *t = &m->table.tensor[i];
+        const size_t bytes = t->count * 4;
+        void *host = malloc(bytes);
+        must(host != NULL, "memory");
+        m->b->to_host(host, m->base[t->row->trained ? A_PARAMS : A_BUFFERS] + t->offset * 4, bytes);
+        uint64_t *h = t->expert < 0 ? &all : &some;
+        *h = hash_of(*h, host, bytes);
+        free(host);
+    }
+    Comm *const group[2] = {(Comm *)(uintptr_t)&par->world, (Comm *)(uintptr_t)&par->replicas};
+    for (int i = 0; i < 2; i++) {
+        int64_t v[2] = {(int64_t)(i ? some : all), (int64_t)~(i ? some : all)};
+        comm_all_reduce(group[i], v, 2, COMM_I64, COMM_MAX);
+        check(v[0] == ~v[1], "ranks have other %s parameters", i ? "expert" : "dense");
+    }
+    return all ^ some;
+}
+
+// -------------------------------------------------------------------------------------------------
+// layouts
+
+static void layout_name(char name[128], const Case *x, Layout y) {
+    snprintf(name, 128, "parallel/%s-ep%d%s%s%s%s%s%s", x->name, y.ep, y.zero ? "-zero" : "",
+        y.ep > 1 ? "-" : "", y.ep > 1 ? way_names[y.way] : "", y.bf16 ? "-bf16" : "",
+        y.chunk < 1000 ? "-chunks" : "", y.moved ? "-placed" : "");
+}
+static void open_layout(Parallel *par, const Config *c, Layout y) {
+    memset(par, 0, sizeof *par);
+    par->world = world;
+    par->zero = y.zero, par->way = y.way, par->bf16 = y.bf16, par->chunk = y.chunk;
+    parallel_open(par, c, dev, y.ep, y.moved ? moved(c) : even(c));
+}
+
+static void test_layout(const Case *x, Layout y, Trace *alone, int again) {
+    char name[128];
+    Parallel par;
+    Trace t = {0};
+    layout_name(name, x, y);
+    if (!begin("%s", name)) return;
+    if (!alone->grads) run(alone, x, NULL, dev, STEPS);
+    const double limit = y.bf16 || dev->act_type == BF16 ? 3e-2 : 1e-5;
+    open_layout(&par, &x->c, y);
+    run(&t, x, &par, dev, STEPS);
+    same_run(&t, alone, limit);
+    if (!y.zero) same_tensors(&t, alone, limit, 1);
+    same_tensors(&t, alone, limit > 1e-5 ? 0.15 : limit, 0); // AdamW makes much of little
+    const uint64_t bits = same_bits(&t.m, &par);
+    close_run(&t);
+    if (again) { // to step 50, twice: every bit
+        uint64_t late[2];
+        for (int i = 0; i < 2; i++) {
+            run(&t, x, &par, dev, 50);
+            late[i] = same_bits(&t.m, &par);
+            close_run(&t);
+        }
+        check(late[0] == late[1], "two runs differ");
+        check(late[0] != bits, "nothing changed after step 20");
+    }
+    world = par.world;
+    parallel_close(&par);
+    finish();
+}
+
+int main(int argc, char **argv) {
+    const char *why = "";
+    comm_open(&world);
+    W = world.size, me = world.rank;
+    at_finish = ranks_agree;
+    comm_set_timeout(&world, 100);
+    dev = backend_cpu();
+#ifdef HAVE_EMULATED
+    if (argc >= 3 && !strcmp(argv[1], "--device")) {
+        dev = backend_emulated(strcmp(argv[2], "bf16") ? F32 : BF16, &why);
+        if (!dev) die(USER_ERROR, "%s", why);
+        argv += 2, argc -= 2;
+    }
+#endif
+    (void)why;
+    if (me) must(freopen("/dev/null", "w", stdout) != NULL, "/dev/null");
+    if (argc == 2) filter = argv[1];
+    for (int i = 0; i < CASES; i++) {
+        const Case x = case_of(i);
+        Trace alone = {0};
+        int n = 0;
+        for (int ep = 1; ep <= W && ep <= x.c.n_experts; ep++)
+            for (int zero = 0; zero < 2; zero++)
+                for (Way way = WAY_ALLTOALL; way <= WAY_ALLGATHER; way++)
+                    for (int form = 0; form < 4; form++) {
+                        // alternately: chunks, another placement, rows in bf16
+                        const Layout y = {ep, zero, form == 3, form & 1 ? 7 : 1024, form >= 2, way};
+                        if (W % ep || x.c.n_experts % ep) continue;
+                        if (ep == 1 && (way != WAY_DEDUP || form)) continue;
+                        if (i && (n++ + form) % 3) continue; // the first case has them all
+                        test_layout(&x, y, &alone, i < 2 && form == 1);
+                    }
+        if (alone.grads) close_run(&alone);
+    }
+    comm_close(&world);
+    if (!tried) die(USER_ERROR, "no check has '%s' in its name", filter);
+    return failures != 0;
+}
