@@ -225,10 +225,10 @@ $(B)/train_moe.o $(E)/train_moe.o $(B)/test_moe.o: DEFINES += -DHAVE_CUDA
 endif
 ifneq ($(CXX_WORKS),)
 EMULATED := $(B)/moe_emulated.o
-$(E)/train_moe.o $(B)/test_moe.o: DEFINES += -DHAVE_EMULATED
+$(E)/train_moe.o $(B)/test_moe.o $(B)/test_parallel.o: DEFINES += -DHAVE_EMULATED
 endif
 
-TESTS    := test_moe test_golden test_files test_tokens test_fuzz test_comm $(if $(EMULATED),test_emulated)
+TESTS    := test_moe test_golden test_files test_tokens test_fuzz test_comm test_parallel $(if $(EMULATED),test_emulated)
 PROGRAMS := $(B)/train_moe $(TESTS:%=$(B)/%)
 # The root's programs are links to the last build that `make` made; a sanitizer build never takes
 # their place, nor does `make test` with settings of its own.
@@ -257,9 +257,12 @@ $(B)/test_tokens: $(B)/test_tokens.o
 	$(LINK)
 $(B)/test_fuzz: $(B)/test_fuzz.o
 	$(LINK)
-$(B)/test_comm.o: DEFINES += $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
-$(B)/test_comm: LIBS += $(MPI_LIBS)
+$(B)/train_moe.o $(E)/train_moe.o $(B)/test_comm.o $(B)/test_parallel.o: \
+    DEFINES += $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
+$(B)/train_moe $(E)/train_moe $(B)/test_comm $(B)/test_parallel: LIBS += $(MPI_LIBS)
 $(B)/test_comm: $(B)/test_comm.o
+	$(LINK)
+$(B)/test_parallel: $(B)/test_parallel.o $(CPU) $(EMULATED)
 	$(LINK)
 
 $(B)/%.o: %.c $(CONFIG)

@@ -1155,8 +1155,12 @@ enum { PART_NAME = 160 };
 typedef struct StoredPart {
     char name[PART_NAME];
     SafeEntry entry;
-    unsigned char *at;
+    unsigned char *at; // of element `skip`
     size_t count;
+    size_t from;       // its first element, counted in the tensor's
+    size_t skip, have; // elements skip .. skip + have - 1 are on this rank
+    int arena;         // Spread
+    const void *base;
     const Tensor *tensor;
     int part; // which one of the tensor's
 } StoredPart;
@@ -1167,7 +1171,8 @@ typedef struct StoredList {
     const Config *c;
     int model; // a model's tensors, which other programs may have stored otherwise
     const Backend *backend;
-    void *staging; // one part, on the host
+    const Spread *spread; // NULL: everything is here
+    void *staging;        // one part, on the host
 } StoredList;
 
 /* The name of part p of tensor x in a file of this model: the table's, but where Mixtral has others
@@ -1191,7 +1196,9 @@ CKPT_FN void stored_name(char *out, size_t size, const Config *c, const Tensor *
 CKPT_FN int stored_add(StoredList *list, const Config *c, const TensorTable *t, int trained,
     const char *prefix, const void *base, DType type, Err *err) {
     size_t parts = 0;
+    const int moments = *prefix != 0;
     if (!base) return 0;
+    if (list->spread) t = list->spread->whole;
     for (int i = 0; i < t->count; i++) parts += (size_t)t->tensor[i].row->parts;
     StoredPart *more =
         (StoredPart *)realloc(list->part, ((size_t)list->n + parts + 1) * sizeof *more);
@@ -1211,8 +1218,17 @@ CKPT_FN int stored_add(StoredList *list, const Config *c, const TensorTable *t, 
             s->entry = (SafeEntry){
                 NULL, type, x->row->cols == DIM_NONE ? 1 : 2, {(int64_t)rows, (int64_t)x->cols}};
             s->count = rows * x->cols;
-            s->at =
-                (unsigned char *)(uintptr_t)base + (x->offset + row * x->cols) * dtype_size(type);
+            size_t first = 0, here = x->count, at = x->offset;
+            if (list->spread) at = list->spread->here(list->spread->ctx, x, moments, &first, &here);
+            s->from = row * x->cols;
+            const size_t begin = first > s->from ? first : s->from, end = s->from + s->count,
+                         stop = first + here < end ? first + here : end;
+            s->have = begin < stop ? stop - begin : 0;
+            s->skip = s->have ? begin - s->from : 0;
+            s->arena = moments;
+            s->base = base;
+            s->at = (unsigned char *)(uintptr_t)base;
+            if (s->have) s->at += (at + begin - first) * dtype_size(type);
             row += rows;
         }
     }
@@ -1223,7 +1239,12 @@ CKPT_FN int stored_add(StoredList *list, const Config *c, const TensorTable *t, 
 CKPT_FN const void *stored_fetch(void *ctx, int i) {
     StoredList *list = (StoredList *)ctx;
     const StoredPart *s = &list->part[i];
-    list->backend->to_host(list->staging, s->at, s->count * dtype_size(s->entry.dtype));
+    const size_t size = dtype_size(s->entry.dtype);
+    if (list->spread)
+        list->spread->gather(list->spread->ctx, s->tensor, s->arena, s->from, s->count, s->base,
+            size, list->staging);
+    else
+        list->backend->to_host(list->staging, s->at, s->count * size);
     return list->staging;
 }
 
@@ -1243,8 +1264,11 @@ CKPT_FN int stored_write(StoredList *list, const char *folder, const char *file,
     if (!entries || !list->staging)
         rc = fail(err, "%s: out of memory for %llu bytes to copy through", shown(path),
             (unsigned long long)largest);
+    else if (list->spread && !list->spread->writes)
+        for (rc = 0; rc < list->n; rc++) stored_fetch(list, rc);
     else
         rc = safe_write(path, entries, list->n, stored_fetch, list, err);
+    if (rc > 0) rc = 0;
     free(entries);
     free(list->staging);
     list->staging = NULL;
@@ -1302,12 +1326,13 @@ CKPT_FN int element_store(unsigned char *data, DType type, size_t i, double v) {
 CKPT_FN int stored_load(const StoredPart *s, const SafeTensor *t, size_t from,
     const Backend *backend, unsigned char *staging, size_t room, const char *path, Err *err) {
     size_t size = dtype_size(s->entry.dtype), step = room / size;
+    from += s->skip;
     if (t->dtype == s->entry.dtype) {
-        if (s->count) backend->to_device(s->at, t->data + from * size, s->count * size);
+        if (s->have) backend->to_device(s->at, t->data + from * size, s->have * size);
         return 0;
     }
-    for (size_t i = 0; i < s->count; i += step) {
-        size_t n = s->count - i < step ? s->count - i : step;
+    for (size_t i = 0; i < s->have; i += step) {
+        size_t n = s->have - i < step ? s->have - i : step;
         for (size_t k = 0; k < n; k++) {
             double v = element_value(t->data, t->dtype, from + i + k);
             if (!element_store(staging, s->entry.dtype, k, v))
@@ -1536,8 +1561,8 @@ CKPT_FN int stored_read(
 }
 
 CKPT_FN int model_list(StoredList *list, const Config *c, const TensorTable *t, const Backend *b,
-    const void *params, const void *buffers, Err *err) {
-    *list = (StoredList){.backend = b, .c = c, .model = 1};
+    const void *params, const void *buffers, const Spread *spread, Err *err) {
+    *list = (StoredList){.backend = b, .c = c, .model = 1, .spread = spread};
     if (stored_add(list, c, t, 1, "", params, b->param_type, err)) return -1;
     return stored_add(list, c, t, 0, "", buffers, b->stat_type, err);
 }
@@ -1547,7 +1572,7 @@ CKPT_FN int model_list(StoredList *list, const Config *c, const TensorTable *t, 
 CKPT_FN int model_write(const char *folder, const Config *c, const TensorTable *t, const Backend *b,
     const void *params, const void *buffers, Err *err) {
     StoredList list;
-    int rc = model_list(&list, c, t, b, params, buffers, err);
+    int rc = model_list(&list, c, t, b, params, buffers, NULL, err);
     if (!rc) rc = stored_write(&list, folder, "model.safetensors", err);
     free(list.part);
     return rc;
@@ -1560,7 +1585,7 @@ CKPT_FN int model_write(const char *folder, const Config *c, const TensorTable *
 CKPT_FN int model_read(const char *folder, const Config *c, const TensorTable *t, const Backend *b,
     void *params, void *buffers, Err *err) {
     StoredList list;
-    int rc = model_list(&list, c, t, b, params, buffers, err);
+    int rc = model_list(&list, c, t, b, params, buffers, NULL, err);
     if (!rc) rc = stored_read(&list, 1, folder, "model.safetensors", err);
     free(list.part);
     return rc;
@@ -1572,15 +1597,15 @@ CKPT_FN int model_check(
     const char *folder, const Config *c, const TensorTable *t, const Backend *b, Err *err) {
     StoredList list;
     int rc = model_list(
-        &list, c, t, b, t, t->buffer_elements ? t : NULL, err); // addresses that nobody uses
+        &list, c, t, b, t, t->buffer_elements ? t : NULL, NULL, err); // addresses that nobody uses
     if (!rc) rc = stored_read(&list, 0, folder, "model.safetensors", err);
     free(list.part);
     return rc;
 }
 
 CKPT_FN int optimizer_list(StoredList *list, const Config *c, const TensorTable *t,
-    const Backend *b, const void *m, const void *v, Err *err) {
-    *list = (StoredList){.backend = b, .c = c};
+    const Backend *b, const void *m, const void *v, const Spread *spread, Err *err) {
+    *list = (StoredList){.backend = b, .c = c, .spread = spread};
     if (stored_add(list, c, t, 1, "m.", m, b->grad_type, err)) return -1;
     return stored_add(list, c, t, 1, "v.", v, b->grad_type, err);
 }
@@ -1590,7 +1615,7 @@ CKPT_FN int optimizer_list(StoredList *list, const Config *c, const TensorTable 
 CKPT_FN int optimizer_write(const char *folder, const Config *c, const TensorTable *t,
     const Backend *b, const void *m, const void *v, Err *err) {
     StoredList list;
-    int rc = optimizer_list(&list, c, t, b, m, v, err);
+    int rc = optimizer_list(&list, c, t, b, m, v, NULL, err);
     if (!rc) rc = stored_write(&list, folder, "optimizer.safetensors", err);
     free(list.part);
     return rc;
@@ -1600,8 +1625,34 @@ CKPT_FN int optimizer_write(const char *folder, const Config *c, const TensorTab
 CKPT_FN int optimizer_read(const char *folder, const Config *c, const TensorTable *t,
     const Backend *b, void *m, void *v, Err *err) {
     StoredList list;
-    int rc = optimizer_list(&list, c, t, b, m, v, err);
+    int rc = optimizer_list(&list, c, t, b, m, v, NULL, err);
     if (!rc) rc = stored_read(&list, 1, folder, "optimizer.safetensors", err);
+    free(list.part);
+    return rc;
+}
+
+/* The same for tensors that are spread over ranks, all of which call it. optimiser: a and b are the
+   moments m and v, else parameters and buffers. Writing, the ranks that do not write learn nothing
+   of its failure: the one that does ends the program. */
+CKPT_FN int spread_write(const char *folder, const Config *c, const Backend *b, const Spread *s,
+    int optimiser, const void *x, const void *y, Err *err) {
+    StoredList list;
+    int rc = optimiser ? optimizer_list(&list, c, NULL, b, x, y, s, err)
+                       : model_list(&list, c, NULL, b, x, y, s, err);
+    if (!rc)
+        rc = stored_write(
+            &list, folder, optimiser ? "optimizer.safetensors" : "model.safetensors", err);
+    free(list.part);
+    return rc;
+}
+CKPT_FN int spread_read(const char *folder, const Config *c, const Backend *b, const Spread *s,
+    int optimiser, void *x, void *y, Err *err) {
+    StoredList list;
+    int rc = optimiser ? optimizer_list(&list, c, NULL, b, x, y, s, err)
+                       : model_list(&list, c, NULL, b, x, y, s, err);
+    if (!rc)
+        rc = stored_read(
+            &list, 1, folder, optimiser ? "optimizer.safetensors" : "model.safetensors", err);
     free(list.part);
     return rc;
 }

@@ -23,6 +23,7 @@
 typedef enum { DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED } Device;
 typedef enum { DTYPE_FP32, DTYPE_BF16 } Dtype;
 typedef enum { DENSE_OWN, DENSE_CUBLAS } Dense;
+typedef enum { ROWS_OWN, ROWS_BF16 } RowsDtype;
 typedef enum { ROUTING_TOPK, ROUTING_ROUND } Routing;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } Schedule;
 
@@ -51,6 +52,9 @@ typedef struct Options {
     double lr, min_lr, weight_decay, beta1, beta2, grad_clip;
     int64_t eval_every, eval_batches, sample_every, save_every, keep, log_every;
     int device, dtype, dense, recompute, threads, profile;
+    // several ranks
+    int ranks, ep, zero, dispatch, rows_dtype, dispatch_chunk;
+    const char *placement;
     int64_t seed;
     // generation
     int64_t n_tokens;
@@ -171,13 +175,19 @@ static const char *device_words(const Options *o, char buf[64]) {
 }
 
 // What a model that trains is built for, and what its steps need to know besides.
+// Whether training drops slots or adds some to those of top-K.
+static int selecting(const Options *o) {
+    return o->c.n_experts > 1 &&
+        (o->routing == ROUTING_ROUND || o->capacity < o->c.n_experts / (double)o->c.top_k);
+}
 static ModelShape train_shape(const Options *o) {
     ModelShape s = {.B = o->batch,
         .T = o->c.seq_len,
         .train = 1,
         .recompute = o->recompute,
         .sgd = o->optimizer,
-        .tile = o->routing == ROUTING_ROUND ? o->tile : 0};
+        .tile = o->routing == ROUTING_ROUND ? o->tile : 0,
+        .select = selecting(o)};
     return s;
 }
 static void set_coefficients(Model *m, const Options *o) {
@@ -441,18 +451,26 @@ typedef struct EvalResult {
    batches). x, y: B*T. */
 static EvalResult evaluate(
     Model *m, const Data *d, const Tokenizer *t, int64_t batches, int *x, int *y) {
-    const int B = m->shape.B, T = m->shape.T;
+    const Parallel *par = m->shape.par;
+    const int B = par ? m->shape.B_all : m->shape.B, T = m->shape.T;
+    int first = 0, own = B; // of the rows of a batch, this rank's
+    if (par) own = share_of_batch(&par->world, B, par->world.rank, &first);
     const uint64_t rows = data_val_rows(d);
     EvalResult r;
     memset(&r, 0, sizeof r);
     double total = 0;
     for (uint64_t row = 0;
          row < rows && (batches <= 0 || row < (uint64_t)batches * B) && !r.state.bad; row += B) {
-        for (int b = 0; b < B; b++)
-            r.targets += data_val_row(d, row + b, x + (size_t)b * T, y + (size_t)b * T);
-        for (size_t i = 0; i < (size_t)B * T; i++) r.bytes += tokenizer_text_bytes(t, y[i]);
-        r.state = model_loss(m, x, y, B, T);
+        for (int b = 0; b < own; b++)
+            r.targets += data_val_row(d, row + first + b, x + (size_t)b * T, y + (size_t)b * T);
+        for (size_t i = 0; i < (size_t)own * T; i++) r.bytes += tokenizer_text_bytes(t, y[i]);
+        r.state = model_loss(m, x, y, own, T);
         total += r.state.loss;
+    }
+    if (par) {
+        uint64_t sums[2] = {r.targets, r.bytes};
+        comm_all_reduce((Comm *)(uintptr_t)&par->world, sums, 2, COMM_I64, COMM_SUM);
+        r.targets = sums[0], r.bytes = sums[1];
     }
     r.loss = r.targets ? total / (double)r.targets : 0;
     return r;

@@ -135,6 +135,21 @@ static const Flag flags[] = {
         "rows beside it"},
     {"recompute", INT, AT(recompute), 0, 2, SHAPED | ANEW,
         "save memory: 1 makes norm outputs again, 2 also the experts' H"},
+    {"ep", INT, AT(ep), 1, 1 << 20, TRAIN | INFO | ANEW,
+        "ranks that the experts of a layer are dealt out over, a divisor of the ranks"},
+    {"zero", INT, AT(zero), 0, 1, TRAIN | INFO | ANEW,
+        "1: ranks share the optimiser's moments (ZeRO-1)"},
+    {"dispatch", CHOICE, AT(dispatch), 0, 0, TRAIN | INFO | ANEW,
+        "auto|alltoall|dedup|allgather way of tokens to experts on other ranks; auto: fewest "
+        "bytes"},
+    {"dispatch-dtype", CHOICE, AT(rows_dtype), 0, 0, TRAIN | INFO | ANEW,
+        "own|bf16 of tokens on their way; own: as they are computed"},
+    {"dispatch-chunk", INT, AT(dispatch_chunk), 2, 1 << 24, TRAIN | INFO | ANEW,
+        "tokens on their way at a time: while some are computed the next are sent"},
+    {"placement", TEXT, AT(placement), 0, 0, TRAIN | ANEW,
+        "which rank has which experts, as train_moe place writes it; default: in order"},
+    {"ranks", INT, AT(ranks), 1, 1 << 20, INFO | RUN_ONLY,
+        "memory and traffic of one of so many ranks"},
     {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | TOKENIZE | ANEW,
         "threads; 0 = as many as this process may use"},
     {"seed", LONG, AT(seed), 0, 9e15, TRAIN | GENERATE, "seed of everything random"},
@@ -295,6 +310,8 @@ static Options defaults(void) {
     o.capacity = 1e9;
     o.tile = 128;
     o.log_every = 1;
+    o.ep = o.ranks = 1;
+    o.dispatch_chunk = 1024;
     o.keep = 3;
     o.shard_tokens = 100000000;
     o.seed = 1;

@@ -335,7 +335,9 @@ MODEL_FN void layout_exchange(Model *m, int h_saved, act_t *H) {
 
 // Elements of one of the two moments that this rank keeps.
 static inline size_t moment_elements(const Model *m) {
-    return m->shape.par && m->shape.par->zero ? m->buckets.moments : m->table.elements;
+    const size_t share = m->buckets.moments; // perhaps none: some room all the same
+    if (!m->shape.par || !m->shape.par->zero) return m->table.elements;
+    return share ? share : SHARD_ELEMENTS;
 }
 
 /* Lays out every arena. A saved buffer of the training model is a working buffer, shared by all
@@ -1019,6 +1021,75 @@ MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micr
     }
     b->embedding_backward(m->dwte, m->dx, m->tokens, N, m->c.vocab_size, C, m->scratch);
     if (complete) buckets_start(&m->buckets, m->shape.par, b, m->base[A_GRADS], -1);
+}
+
+// -------------------------------------------------------------------------------------------------
+// tensors of several ranks
+
+/* Elements *first .. *first + *count - 1 of tensor x (of m->whole) that rank r has, or with `once`
+   those of them that it alone speaks for; returns the element of its arena where they begin. All
+   ranks lay out theirs alike. */
+MODEL_FN size_t model_here(
+    const Model *m, const Tensor *x, int moments, int r, int once, size_t *first, size_t *count) {
+    const Parallel *par = m->shape.par;
+    const Tensor *t = tensor_of(&m->table, x->row->kind, x->layer);
+    const int P = par->ep.size, R = par->replicas.size, experts = x->row->shard == SHARD_EXPERT;
+    *first = *count = 0;
+    if (x->expert >= 0) {
+        const int at = par->position[x->layer * m->c.n_experts + x->expert],
+                  here = m->table.experts;
+        if (m->exchange && at / here != r % P) return 0;
+        t += at % here;
+    }
+    if (!moments || !par->zero) {
+        if (!once || r == (experts ? r % P : 0)) *count = x->count; // of the first replica
+        return t->offset;
+    }
+    const Bucket *b = m->buckets.bucket;
+    while (b->offset + b->count <= t->offset) b++;
+    const int size = experts ? R : par->world.size, own = experts ? r / P : r;
+    const size_t begin = b->offset + shard_begin(b->count, size, own),
+                 end = b->offset + shard_begin(b->count, size, own + 1),
+                 from = t->offset > begin ? t->offset : begin,
+                 to = t->offset + t->count < end ? t->offset + t->count : end;
+    if (from >= to) return 0;
+    *first = from - t->offset;
+    *count = to - from;
+    return b->moment + from - begin; // this rank's
+}
+
+// For Spread: what this rank has; and all of it to rank 0.
+MODEL_FN size_t spread_here(void *m, const Tensor *x, int moments, size_t *first, size_t *count) {
+    const Model *k = m;
+    return model_here(k, x, moments, k->shape.par->world.rank, 0, first, count);
+}
+MODEL_FN void spread_gather(void *ctx, const Tensor *x, int moments, size_t from, size_t n,
+    const void *base, size_t size, void *out) {
+    const Model *m = ctx;
+    Comm *w = (Comm *)(uintptr_t)&m->shape.par->world;
+    size_t *get = calloc(2 * (size_t)w->size, sizeof *get), *put = get + w->size;
+    char *mine = NULL;
+    if (!get) die(RUN_ERROR, "no memory");
+    for (int r = 0; r < w->size; r++) {
+        size_t first, count;
+        const size_t at = model_here(m, x, moments, r, 1, &first, &count);
+        const size_t begin = first > from ? first : from,
+                     end = first + count < from + n ? first + count : from + n;
+        if (begin >= end) continue;
+        if (w->rank == 0) get[r] = end - begin;
+        if (w->rank != r) continue;
+        put[0] = end - begin;
+        mine = malloc(put[0] * size);
+        if (!mine) die(RUN_ERROR, "no memory for %zu bytes of a checkpoint", put[0] * size);
+        m->b->to_host(mine, (const char *)base + (at + begin - first) * size, put[0] * size);
+    }
+    comm_all_to_all(w, out, get, mine, put, size); // shares ascend with the ranks
+    free(mine);
+    free(get);
+}
+MODEL_FN Spread model_spread(Model *m) {
+    const Spread s = {m, &m->whole, m->shape.par->world.rank == 0, spread_here, spread_gather};
+    return s;
 }
 
 // -------------------------------------------------------------------------------------------------

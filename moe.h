@@ -60,6 +60,7 @@ enum { MAX_LAYERS = 1024, ARENA_ALIGN = 256 }; // every tensor starts on ARENA_A
 enum { USER_ERROR = 2, RUN_ERROR = 1 }; // exit status: bad input or flag | a run that failed
 
 static int line_open __attribute__((unused)); // a line on stdout that has no end yet
+static int this_rank __attribute__((unused)); // of several that run together; 0: this one speaks
 
 // One line on stderr, whatever the words in it hold: control characters become '?'.
 static inline void say_line(const char *what, const char *fmt, va_list ap) {
@@ -81,6 +82,9 @@ __attribute__((noreturn, format(printf, 2, 3), unused, cold))
 static void
 die(int code, const char *fmt, ...) {
     va_list ap;
+    // what all ranks find, the first one says, and takes the others with it
+    const struct timespec second = {1, 0};
+    if (this_rank) nanosleep(&second, NULL);
     va_start(ap, fmt);
     say_line("error", fmt, ap);
     va_end(ap);
@@ -94,6 +98,7 @@ __attribute__((format(printf, 1, 2), unused, cold))
 static void
 warn(const char *fmt, ...) {
     va_list ap;
+    if (this_rank) return;
     va_start(ap, fmt);
     say_line("warning", fmt, ap);
     va_end(ap);
@@ -392,6 +397,22 @@ static inline const Tensor *tensor_of(
     int i = t->first[layer + 1][kind];
     return i < 0 ? NULL : &t->tensor[i];
 }
+
+/* How tensors are spread over ranks. The file is the same whatever the ranks: rank 0 writes it, and
+   the others send what they have; each rank reads its own elements. arena: 0 parameters and
+   buffers, 1 moments. */
+typedef struct Spread {
+    void *ctx;
+    const TensorTable *whole; // the tensors of all ranks
+    int writes;               // this rank writes
+    // elements *first .. *first + *count - 1 of x are here (none: *count = 0), from the element
+    // of the arena that is returned
+    size_t (*here)(void *ctx, const Tensor *x, int arena, size_t *first, size_t *count);
+    // all ranks together: rank 0 gets elements from .. from + n - 1 of x, of `size` bytes. base: of
+    // the arena
+    void (*gather)(void *ctx, const Tensor *x, int arena, size_t from, size_t n, const void *base,
+        size_t size, void *out);
+} Spread;
 
 // writes the file name of part p of tensor x
 static inline void tensor_name(char *out, size_t size, const Tensor *x, int p) {

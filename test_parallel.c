@@ -243,7 +243,7 @@ static uint64_t same_bits(const Model *m, const Parallel *par) {
     }
     Comm *const group[2] = {(Comm *)(uintptr_t)&par->world, (Comm *)(uintptr_t)&par->replicas};
     for (int i = 0; i < 2; i++) {
-        int64_t v[2] = {(int64_t)(i ? some : all), (int64_t)~(i ? some : all)};
+        int64_t v[2] = {(int64_t)(i ? some : all), (int64_t) ~(i ? some : all)};
         comm_all_reduce(group[i], v, 2, COMM_I64, COMM_MAX);
         check(v[0] == ~v[1], "ranks have other %s parameters", i ? "expert" : "dense");
     }
@@ -295,6 +295,170 @@ static void test_layout(const Case *x, Layout y, Trace *alone, int again) {
     finish();
 }
 
+// -------------------------------------------------------------------------------------------------
+// traffic
+
+static int owner(const Parallel *par, const Config *c, int l, int e) {
+    return par->position[l * c->n_experts + e] / (c->n_experts / par->ep.size);
+}
+
+typedef struct Traffic {               // of this rank, in one step
+    double bytes, rows, unique, slots; // rows, as they are to go; copies for ranks, for slots
+} Traffic;
+
+/* What this rank must send in a forward and a backward pass, from the choices of all ranks (topk: of
+   rank p of the group from at[p] on). */
+static Traffic expected(const Parallel *par, const Config *c, int l, const int *topk,
+    const size_t *at, const int *rows, int most_rows) {
+    const int P = par->ep.size, mine = par->ep.rank, K = c->top_k, E = c->n_experts;
+    const int chunks = (most_rows + par->chunk - 1) / par->chunk;
+    const double row = c->d_model * (par->bf16 || dev->act_type == BF16 ? 2.0 : 4.0);
+    const double most = (most_rows < par->chunk ? most_rows : par->chunk) * (double)K;
+    Traffic t = {0, 0, 0, 0};
+    for (int i = 0; i < chunks; i++)
+        for (int q = 0; q < P; q++) {
+            double slots[2] = {0, 0}, items[2] = {0, 0}, all[2] = {0, 0}; // to q, from q
+            for (int way = 0; way < 2; way++) {
+                const int from = way ? q : mine, to = way ? mine : q;
+                const size_t n0 = comm_share((size_t)rows[from], chunks, i),
+                             n1 = comm_share((size_t)rows[from], chunks, i + 1);
+                for (size_t n = n0; n < n1; n++) {
+                    int here = 0;
+                    for (int k = 0; k < K; k++)
+                        here += owner(par, c, l, topk[(at[from] + n) * K + k]) == to;
+                    slots[way] += here;
+                    items[way] += here > 0;
+                }
+                all[way] = (double)(n1 - n0);
+            }
+            if (q == mine) continue;
+            const double *go = par->way == WAY_ALLGATHER ? all
+                : par->way == WAY_DEDUP                  ? items
+                                                         : slots;
+            t.rows += 2 * (go[0] + go[1]); // X and what became of it; two gradients
+            t.unique += 2 * (items[0] + items[1]);
+            t.slots += 2 * (slots[0] + slots[1]);
+            t.bytes += 2 * (go[0] + go[1]) * row;
+            if (par->way == WAY_ALLGATHER) // plans; gradients of the weights
+                t.bytes += (E + 1) * 4.0 + 2 * most * 4 + most * 4;
+            else // item and weight of a slot, gradients of those that came; counts
+                t.bytes += slots[0] * 8 + slots[1] * 4 + (E / P + 1) * 4.0;
+        }
+    return t;
+}
+
+// All choices of the ranks of a group, in layer l.
+static int *choices(const Model *m, const Parallel *par, int l, const size_t *count, size_t all) {
+    const size_t K = m->c.top_k, N = count[par->ep.rank];
+    int *own = malloc(N * K * sizeof *own), *list = malloc(all * K * sizeof *list);
+    must(own && list, "memory");
+    m->b->to_host(own, m->layer[l].topk, N * K * sizeof *own);
+    comm_all_gather_counts((Comm *)(uintptr_t)&par->ep, list, own, count, K * sizeof *own);
+    free(own);
+    return list;
+}
+
+static double sent(Parallel *par) { // bytes to other ranks of the group, since the last call
+    CommCount n[COMM_KINDS];
+    double bytes = 0;
+    for (int i = 0; i < 2; i++) {
+        if (i && par->on_ep == &par->ep) break;
+        comm_counts_take(i ? &par->ep : par->on_ep, n);
+        for (int k = 0; k < COMM_KINDS; k++) // setup: a debug build compares counts
+            bytes += k == COMM_SETUP ? 0 : (double)n[k].bytes;
+    }
+    return bytes;
+}
+
+// Distinct experts for every row, all sets alike.
+static void uniform(Model *m, int N, int trial) {
+    const int K = m->c.top_k, E = m->c.n_experts;
+    int *topk = malloc((size_t)N * K * sizeof *topk);
+    must(topk != NULL, "memory");
+    for (int l = m->c.dense_layers; l < m->c.n_layers; l++) {
+        for (int n = 0; n < N; n++) {
+            const uint64_t id = ((uint64_t)trial * 64 + l) * 64 + me;
+            for (int k = 0, taken; k < K; k++) {
+                uint64_t draw = (uint64_t)k << 32;
+                do {
+                    topk[n * K + k] = (int)(counter_hash(id, n, draw++) % (uint64_t)E);
+                    taken = 0;
+                    for (int j = 0; j < k; j++) taken |= topk[n * K + j] == topk[n * K + k];
+                } while (taken);
+            }
+        }
+        m->b->to_device(m->layer[l].topk, topk, (size_t)N * K * sizeof *topk);
+    }
+    free(topk);
+    m->reuse_routing = 1;
+}
+
+/* Bytes counted where they are sent = bytes derived from the routing; over 100 uniform routings the
+   rows are those that the formula expects. */
+static void test_traffic(int ep, Way way, int bf16, int chunk, double *rows_of_way) {
+    enum { TRIALS = 100 };
+    Case x = {"traffic", shape(16, 4), 0.02, 0.003, 1e9, 0, 0, 0, 0};
+    const Layout y = {ep, 0, bf16, chunk, 1, way};
+    const OptimConfig o = {0.9, 0.95, 1e-8, 0.1, 1, 0};
+    Parallel par;
+    Model m;
+    char name[128];
+    layout_name(name, &x, y);
+    if (!begin("%s", name)) return;
+    x.c.dense_layers = 1, x.c.n_layers = 3;
+    open_layout(&par, &x.c, y);
+    open_model(&m, &x, &par, dev);
+    const int T = x.c.seq_len, B = m.shape.B, P = par.ep.size;
+    int rows[64], most = 0, tokens[B_ALL * 12] = {0};
+    size_t at[64], count[64], all = 0;
+    for (int p = 0; p < P; p++) {
+        rows[p] = share_of_batch(&par.world, B_ALL, par.ep.member[p], NULL) * T;
+        at[p] = all;
+        all += count[p] = (size_t)rows[p];
+    }
+    for (int r = 0; r < W; r++) {
+        const int n = share_of_batch(&par.world, B_ALL, r, NULL) * T;
+        if (n > most) most = n;
+    }
+    double formula = 0, total = 0, unique = 0, slots = 0;
+    for (int trial = 0; trial < TRIALS; trial++) {
+        const int whole = trial < 3; // a few backward as well: they are slow
+        Traffic want = {0, 0, 0, 0};
+        model_begin_step(&m, 1, 0, &o);
+        model_set_tokens(&m, tokens, tokens, B * T);
+        uniform(&m, B * T, trial);
+        sent(&par);
+        m.exchange->rows_sent = 0;
+        m.more_follow = 1;
+        model_forward(&m, B, T, 0, 1);
+        if (whole) model_backward(&m, B, T, 1, 1);
+        const double bytes = sent(&par);
+        for (int l = x.c.dense_layers; l < x.c.n_layers; l++) {
+            int *topk = choices(&m, &par, l, count, all);
+            const Traffic t = expected(&par, &x.c, l, topk, at, rows, most);
+            want.bytes += t.bytes, want.rows += t.rows;
+            want.unique += t.unique, want.slots += t.slots;
+            formula += 2 * way_bytes(way, rows[par.ep.rank], 1, x.c.n_experts, x.c.top_k, P);
+            free(topk);
+        }
+        if (whole) check(bytes == want.bytes, "sent %.0f bytes, not %.0f", bytes, want.bytes);
+        const double moved_rows = (double)m.exchange->rows_sent;
+        check(moved_rows == want.rows / (whole ? 1 : 2), "trial %d: sent %.0f rows, not %.0f",
+            trial, moved_rows, want.rows / (whole ? 1 : 2));
+        total += want.rows / 2, unique += want.unique / 2, slots += want.slots / 2;
+        rows_of_way[trial] = want.rows;
+    }
+    double sums[4] = {total, formula, unique, slots};
+    comm_all_reduce(&par.world, sums, 4, COMM_F64, COMM_SUM);
+    check(within(__builtin_fabs(sums[0] / sums[1] - 1), 0.03),
+        "%.0f rows, the formula expects %.0f", sums[0], sums[1]);
+    check(sums[2] < sums[3], "no token has two experts on another rank");
+    model_free(&m);
+    world = par.world;
+    parallel_close(&par);
+    finish();
+}
+
 int main(int argc, char **argv) {
     const char *why = "";
     comm_open(&world);
@@ -329,6 +493,21 @@ int main(int argc, char **argv) {
                     }
         if (alone.grads) close_run(&alone);
     }
+    for (int ep = 2; ep <= W; ep += 2)
+        for (int form = 0; form < 2 && W % ep == 0; form++) {
+            double rows[3][100] = {{0}};
+            for (Way way = WAY_ALLTOALL; way <= WAY_ALLGATHER; way++)
+                test_traffic(ep, way, form, form ? 7 : 1024, rows[way - 1]);
+            if (!begin("parallel/traffic-ep%d-ways%s", ep, form ? "-chunks" : "")) continue;
+            int fewer = 0;
+            for (int i = 0; i < 100; i++) {
+                check(rows[1][i] <= rows[0][i], "routing %d: dedup sends %.0f rows, alltoall %.0f",
+                    i, rows[1][i], rows[0][i]);
+                fewer += rows[1][i] < rows[0][i];
+            }
+            check(fewer == 100 || *filter, "dedup sends fewer in %d of 100 routings", fewer);
+            finish();
+        }
     comm_close(&world);
     if (!tried) die(USER_ERROR, "no check has '%s' in its name", filter);
     return failures != 0;

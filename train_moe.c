@@ -2,6 +2,8 @@
 
      train_moe [train] [flags] | generate | eval | info | bench | tokenize
      --help lists the flags of each
+     mpirun -n N train_moe: on N ranks, which call everything here together; one of them, the lead,
+     writes and speaks (ranks.h has the flags of their layout)
 
    In order:
      schedules    the learning rate of a step
@@ -13,6 +15,7 @@
    loader's endless stream, and everything random comes from counters. So a checkpoint is weights,
    moments, a step number and the flags. */
 #include "flags.h"
+#include "ranks.h"
 
 #include <signal.h>
 #include <sys/resource.h>
@@ -39,7 +42,17 @@ typedef struct Run {
     json_t *last;      // the log line of `step`
     FILE *log;
     double t_data, t_step, t_eval, t_save, t_sample;
+    Comm world;      // all ranks; until build(), then it is par's
+    Parallel par;    // how the model is laid out over them
+    int lead, first; // this rank writes and speaks; its first sequence of a micro-batch
+    int stop;        // one of the ranks got a signal
 } Run;
+
+static int several(const Run *r) { return r->world.size > 1; }
+// All ranks: before and after build(), which gives them to par.
+static Comm *all_ranks(Run *r) { return r->m.shape.par ? &r->par.world : &r->world; }
+// Whether any rank says so.
+static int anyone(Run *r, int so) { return several(r) ? comm_agree(all_ranks(r), so != 0) : so; }
 
 static volatile sig_atomic_t stop_signal;
 static void on_signal(int sig) {
@@ -76,13 +89,13 @@ static json_t *metrics(Run *r, const StepState *s, double lr, double step_s) {
         "grad_norm", s->grad_norm, "aux_loss", load->aux, "z_loss", load->z, "balance", load->worst,
         "dead_experts", load->all_dead, "step_ms", step_s * 1e3, "tok_per_s",
         (double)tokens / step_s, "elapsed_s", elapsed_s(r));
-    const int selecting =
-        r->o.routing == ROUTING_ROUND || r->o.capacity < r->o.c.n_experts / (double)r->o.c.top_k;
-    if (!line || watch_log(&r->watch, line, r->step, tokens, selecting)) return NULL;
+    if (!line || watch_log(&r->watch, line, r->step, tokens, selecting(&r->o))) return NULL;
+    if (several(r) && ranks_log(&r->par, line, &r->o.c, load->count)) return NULL;
     return line;
 }
 
 static void log_line(Run *r) {
+    if (!r->lead) return;
     char *text = json_dumps(r->last, JSON_COMPACT | JSON_REAL_PRECISION(9));
     if (!text) die(RUN_ERROR, "no memory");
     if (fprintf(r->log, "%s\n", text) < 0 || fflush(r->log))
@@ -187,11 +200,33 @@ static json_t *data_identity(const Data *d) {
         (json_int_t)d->val_tokens, "fingerprint", hex);
 }
 
+// The tensors of a checkpoint, whatever ranks they are on. Without a folder: sends them to the rank
+// that writes.
+static int save_tensors(Run *r, const char *folder, Err *err) {
+    Model *m = &r->m;
+    if (several(r)) {
+        const Spread s = model_spread(m);
+        return spread_write(
+                   folder, &m->c, m->b, &s, 0, m->base[A_PARAMS], m->base[A_BUFFERS], err) ||
+            spread_write(folder, &m->c, m->b, &s, 1, moment(m, 0), moment(m, 1), err);
+    }
+    return model_write(
+               folder, &m->c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], err) ||
+        optimizer_write(folder, &m->c, &m->table, m->b, moment(m, 0), moment(m, 1), err);
+}
+
 static void save(Run *r) {
     CkptWrite w;
     Err err;
     const double t = now_s();
     const Model *m = &r->m;
+    if (!r->lead) {
+        if (save_tensors(r, "", &err)) die(RUN_ERROR, "%s", err.text);
+        comm_barrier(&r->par.world); // until it is there
+        r->saved_step = r->step;
+        r->t_save += now_s() - t;
+        return;
+    }
     json_t *j = json_pack("{s:i, s:I, s:I, s:I, s:f, s:o, s:o, s:O?}", "version", 1, "step",
         (json_int_t)r->step, "next_row", (json_int_t)(r->step * r->rows_a_step), "seed",
         (json_int_t)r->o.seed, "elapsed_s", elapsed_s(r), "data", data_identity(&r->data), "flags",
@@ -201,10 +236,7 @@ static void save(Run *r) {
     if (!rc)
         rc = config_write(
                  w.path, &m->c, r->o.aux_loss / m->c.top_k, m->b->param_type, r->tok.eot, &err) ||
-            tokenizer_save(&r->tok, w.path, &err) ||
-            model_write(
-                w.path, &m->c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], &err) ||
-            optimizer_write(w.path, &m->c, &m->table, m->b, moment(m, 0), moment(m, 1), &err) ||
+            tokenizer_save(&r->tok, w.path, &err) || save_tensors(r, w.path, &err) ||
             json_write(w.path, "trainer.json", j, &err) || ckpt_commit(&w, &err);
     if (rc) {
         ckpt_abort(&w);
@@ -212,18 +244,27 @@ static void save(Run *r) {
             (long long)r->step, err.text, r->out);
     }
     json_decref(j);
+    if (several(r)) comm_barrier(&r->par.world);
     r->saved_step = r->step;
     r->t_save += now_s() - t;
 }
 
 static void prune(Run *r) {
     Err err;
-    if (ckpt_prune(r->out, (int)r->o.keep, &err)) warn("%s", err.text);
+    if (r->lead && ckpt_prune(r->out, (int)r->o.keep, &err)) warn("%s", err.text);
 }
 
 // Loads weights and moments of a checkpoint into the built model.
 static int load(Run *r, const char *folder, Err *err) {
     Model *m = &r->m;
+    if (several(r)) { // each rank its own; all of them or none
+        const Spread s = model_spread(m);
+        const int rc =
+            spread_read(folder, &m->c, m->b, &s, 0, m->base[A_PARAMS], m->base[A_BUFFERS], err) ||
+            spread_read(folder, &m->c, m->b, &s, 1, moment(m, 0), moment(m, 1), err);
+        if (!comm_agree(&r->par.world, rc)) return 0;
+        return rc ? -1 : fail(err, "%s: another rank cannot read it", folder);
+    }
     return model_read(folder, &m->c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], err) ||
             optimizer_read(folder, &m->c, &m->table, m->b, moment(m, 0), moment(m, 1), err)
         ? -1
@@ -267,15 +308,23 @@ static json_t *read_trainer(const char *folder, Config *c, Err *err) {
 static void build(Run *r) {
     const Options *o = &r->o;
     const Backend *b = backend_of(o);
-    const int T = SAMPLE_T < o->c.seq_len ? SAMPLE_T : o->c.seq_len;
-    ModelShape sampler = {.B = 1, .T = T, .cache_len = o->c.seq_len};
-    model_plan(&r->m, &o->c, b, train_shape(o));
+    const int T = SAMPLE_T < o->c.seq_len ? SAMPLE_T : o->c.seq_len, W = r->world.size;
+    ModelShape shape = train_shape(o), sampler = {.B = 1, .T = T, .cache_len = o->c.seq_len};
+    ranks_check(o, W);
+    if (W > 1) {
+        ranks_open(&r->par, &r->world, o, b);
+        shape = ranks_shape(shape, &r->par);
+        share_of_batch(&r->par.world, o->batch, r->par.world.rank, &r->first);
+        sampler.par = &r->par; // all ranks generate the same text
+        sampler.B_all = W;
+    }
+    model_plan(&r->m, &o->c, b, shape);
     model_plan(&r->sampler, &o->c, b, sampler);
     r->sampler.borrowed = 1;
     const double need = (double)model_bytes(&r->m) + (double)model_bytes(&r->sampler);
     double total, active;
     char p[32], a[32];
-    count_parameters(&r->m.table, &o->c, &total, &active);
+    count_parameters(&r->m.whole, &o->c, &total, &active);
     printf("model: %d layers, width %d, ", o->c.n_layers, o->c.d_model);
     if (moe_layers(&o->c))
         printf("%d experts of width %d, %d a token", o->c.n_experts, o->c.d_expert, o->c.top_k);
@@ -283,19 +332,23 @@ static void build(Run *r) {
         printf("dense MLP of width %d", o->c.d_expert);
     printf(": %s parameters, %s active; %.1f MB of memory; %d threads\n", human(total, p),
         human(active, a), need / 1e6, thread_max());
+    if (W > 1)
+        printf("ranks: %d, each with %d of %d experts%s%s%s; memory and threads are those of one\n",
+            W, o->c.n_experts / o->ep, o->c.n_experts, o->zero ? ", ZeRO-1" : "",
+            o->ep > 1 ? ", dispatch by " : "", o->ep > 1 ? way_names[r->par.way] : "");
     fflush(stdout);
     model_free(&r->m);
     model_free(&r->sampler);
     check_memory(b, need,
         "lower --batch (with --total-batch), --seq or the size of the model, or raise --recompute");
-    model_build(&r->m, &o->c, b, train_shape(o), NULL);
+    model_build(&r->m, &o->c, b, shape, NULL);
     model_build(&r->sampler, &o->c, b, sampler, &r->m);
     set_coefficients(&r->m, o);
     watch_open(&r->watch, &r->m.c);
     generator_open(&r->gen, &r->sampler);
-    r->x = malloc(2 * (size_t)o->batch * o->c.seq_len * sizeof *r->x);
+    r->x = malloc(2 * (size_t)shape.B * o->c.seq_len * sizeof *r->x);
     if (!r->x) die(RUN_ERROR, "no memory");
-    r->y = r->x + (size_t)o->batch * o->c.seq_len;
+    r->y = r->x + (size_t)shape.B * o->c.seq_len;
 }
 
 static void show_device(const Options *o) {
@@ -356,15 +409,26 @@ static void sample(Run *r) {
     r->t_sample += now_s() - t;
 }
 
+// Several ranks: only the first of those that know what was bad goes on from here; it ends them all.
+static void one_speaks(Run *r, const StepState *s) {
+    const int W = r->world.size, me = r->world.rank;
+    if (!several(r)) return;
+    const int who = W - comm_agree(all_ranks(r), s->bad == BAD_ELSEWHERE ? 0 : W - me);
+    if (who != me && who < W) comm_barrier(all_ranks(r)); // which that one never reaches
+    this_rank = 0;
+}
+
 // A step whose numbers are not finite: says where, and ends the run; no weight was touched.
 static void stop_bad(Run *r, const StepState *s, int64_t step) {
     char what[640], name[256];
+    one_speaks(r, s);
     if (s->bad != BAD_GRADIENT) {
-        say_bad(&r->m, s, r->o.batch * r->o.c.seq_len, what);
+        say_bad(&r->m, s, r->m.shape.B * r->o.c.seq_len, what);
     } else {
         int i = -1; // segments are the trained tensors, in order
         int64_t left = s->bad_index;
-        while (left >= 0) left -= r->m.table.tensor[++i].row->trained;
+        while (left >= 0 && !several(r)) left -= r->m.table.tensor[++i].row->trained;
+        if (several(r)) i = r->m.own_tensor[left];
         stored_name(name, sizeof name, &r->m.c, &r->m.table.tensor[i], 0);
         snprintf(what, sizeof what, "the gradient of %s is not finite", name);
     }
@@ -379,15 +443,16 @@ static void stop_bad(Run *r, const StepState *s, int64_t step) {
 
 // One training step; the state after it. Step number r->step + 1.
 static StepState train_step(Run *r, double lr, const OptimConfig *optim) {
-    const int B = r->o.batch, T = r->o.c.seq_len;
-    const uint64_t first = (uint64_t)r->step * r->rows_a_step;
+    const int B = r->m.shape.B, T = r->o.c.seq_len;
+    const uint64_t first = (uint64_t)r->step * r->rows_a_step + r->first;
     const double scale = 1.0 / ((double)r->rows_a_step * T); // every training target is valid
     model_begin_step(&r->m, r->step + 1, lr, optim);
     for (int i = 0; i < r->micro_batches; i++) {
         const double t = now_s();
-        data_train_rows(&r->data, first + (uint64_t)i * B, B, r->x, r->y, NULL);
+        data_train_rows(&r->data, first + (uint64_t)i * r->o.batch, B, r->x, r->y, NULL);
         r->t_data += now_s() - t;
         model_set_tokens(&r->m, r->x, r->y, B * T);
+        r->m.more_follow = i + 1 < r->micro_batches;
         model_forward(&r->m, B, T, 0, 1);
         model_backward(&r->m, B, T, scale, r->micro_batches);
     }
@@ -403,9 +468,10 @@ static int validate(Run *r) {
     const double t = now_s();
     char what[640];
     const EvalResult e = evaluate(&r->m, &r->data, &r->tok, r->o.eval_batches, r->x, r->y);
+    if (e.state.bad) one_speaks(r, &e.state);
     if (e.state.bad)
         die(RUN_ERROR, "step %lld: in the validation %s; the last checkpoint is in %s",
-            (long long)r->step, say_bad(&r->m, &e.state, r->o.batch * r->o.c.seq_len, what),
+            (long long)r->step, say_bad(&r->m, &e.state, r->m.shape.B * r->o.c.seq_len, what),
             r->out);
     r->t_eval += now_s() - t;
     json_object_set_new(r->last, "val_loss", json_real(e.loss));
@@ -418,7 +484,7 @@ static int validate(Run *r) {
 static void mark_best(Run *r) {
     Err err;
     if (r->saved_step != r->step) save(r);
-    if (ckpt_mark_best(r->out, r->step, &err)) die(RUN_ERROR, "%s", err.text);
+    if (r->lead && ckpt_mark_best(r->out, r->step, &err)) die(RUN_ERROR, "%s", err.text);
 }
 
 static void train_loop(Run *r) {
@@ -428,8 +494,10 @@ static void train_loop(Run *r) {
     const int terminal = isatty(STDOUT_FILENO);
     const int64_t first = r->step, tokens = (int64_t)r->rows_a_step * o->c.seq_len;
     r->started = now_s();
-    while (r->step < o->steps && !stop_signal) {
+    while (r->step < o->steps && !r->stop) {
         const double t = now_s(), lr = learning_rate(o, r->step + 1);
+        CommCount before[COMM_KINDS]; // of validation, checkpoints
+        if (several(r)) ranks_counts(&r->par, before);
         const StepState s = train_step(r, lr, &optim);
         const double step_s = now_s() - t;
         r->t_step += step_s;
@@ -439,18 +507,20 @@ static void train_loop(Run *r) {
         r->last = metrics(r, &s, lr, step_s);
         if (!r->last) die(RUN_ERROR, "no memory for the log");
         const int last = r->step == o->steps;
+        r->stop = anyone(r, stop_signal != 0);
         if (last) save(r); // before the last evaluation: it may take long
-        const int best = eval_due(r, r->step) && !stop_signal && validate(r);
+        const int best = eval_due(r, r->step) && !r->stop && validate(r);
         log_line(r);
         progress_line(r, lr, &s, (double)tokens / step_s, first, terminal);
         watch_step(&r->watch, r->step, tokens);
-        if (!last && (stop_signal || (o->save_every && r->step % o->save_every == 0))) save(r);
+        if (!last && (r->stop || (o->save_every && r->step % o->save_every == 0))) save(r);
         if (best) mark_best(r);
         if (r->saved_step == r->step) prune(r);
         if (o->sample_every && (last || r->step % o->sample_every == 0)) {
             if (terminal && !last) putchar('\n');
             sample(r);
         }
+        r->stop = anyone(r, stop_signal != 0);
         if (r->step == first + 10 && !last && o->log_every) {
             char left[32];
             show_time(left, (now_s() - r->started) / 10 * (double)(o->steps - first));
@@ -532,6 +602,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
             snprintf(r->out, sizeof r->out, "out/run-%d", i);
             if (lstat(r->out, &st)) break;
         }
+        if (several(r)) comm_broadcast(&r->world, r->out, sizeof r->out, 0);
     }
     if (o->init) read_tokenizer(&r->tok, &o->c, init);
     if (o->c.vocab_size != r->tok.vocab_size && !o->init)
@@ -542,7 +613,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
     open_data(&r->data, o, &r->tok, 0);
     show_data(r);
     build(r);
-    if (ckpt_lock(r->out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
+    if (r->lead && ckpt_lock(r->out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
     if (!o->init || upcycled) model_init(&r->m, (uint64_t)o->seed);
     if (upcycled) {
         Model from;
@@ -553,6 +624,12 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
         model_free(&from);
         printf("upcycled %s: its MLP of width %d is each of %d experts\n", init, dense.d_expert,
             o->c.n_experts);
+    } else if (o->init && several(r)) {
+        const Spread spread = model_spread(&r->m);
+        if (spread_read(
+                init, &r->m.c, r->m.b, &spread, 0, r->m.base[A_PARAMS], r->m.base[A_BUFFERS], &err))
+            die(USER_ERROR, "%s", err.text);
+        model_params_changed(&r->m);
     } else if (o->init) {
         read_weights(&r->m, init);
     }
@@ -560,7 +637,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
         warn("no architecture of transformers has %s: checkpoints say "
              "model_type moe_c, and only train_moe loads them",
             config_own(&o->c));
-    if (o->overwrite && ckpt_clear(r->out, &err)) die(RUN_ERROR, "%s", err.text);
+    if (r->lead && o->overwrite && ckpt_clear(r->out, &err)) die(RUN_ERROR, "%s", err.text);
 }
 
 // Refuses a log or a checkpoint that names another step than its folder, says what changed since,
@@ -601,7 +678,7 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
     if (ckpt_list(out, &steps, &n) || !n)
         die(USER_ERROR, "--resume %s: expected the folder of a run with checkpoints, found %s", out,
             looks_like(out));
-    if (ckpt_lock(out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
+    if (r->lead && ckpt_lock(out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
     // the newest one that is whole; a damaged one is said
     for (int i = n - 1; i >= 0; i--) {
         if (only >= 0 && steps[i] != only) continue;
@@ -613,10 +690,16 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
             json_decref(j);
             j = NULL;
         }
+        if (anyone(r, !j) && j) {
+            fail(&err, "%s: another rank cannot read it", folder);
+            json_decref(j);
+            j = NULL;
+        }
         if (j) {
             if (!r->m.b) { // every checkpoint of a run has the same flags and shape
                 strcpy(r->out, out);
                 flags_from_json(o, json_object_get(j, "flags"), folder, cl, given);
+                ranks_forget(o, given, r->world.size);
                 show_device(o);
                 const int64_t was = (int64_t)json_integer_value(
                     json_object_get(json_object_get(j, "flags"), "steps"));
@@ -663,11 +746,13 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
     printf("resumed at step %lld of %lld: %s\n", (long long)r->step, (long long)o->steps, folder);
 }
 
-static void command_train(const Options *cl, const int given[N_FLAGS]) {
+static void command_train(const Options *cl, const int given[N_FLAGS], const Comm *world) {
     static Run r;
     char path[CKPT_PATH + 32];
     r.o = *cl;
     r.saved_step = -1;
+    r.world = *world;
+    r.lead = !world->rank;
     if (cl->has_resume && cl->overwrite)
         die(USER_ERROR,
             "--resume and --overwrite exclude each other: go on with a run, or replace it");
@@ -681,10 +766,16 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
         start_resumed(&r, cl, given);
     else
         start_new(&r, given);
-    const int64_t logged = trim_log(&r);
+    struct {
+        int64_t logged, best_step;
+        double best_val;
+    } log = {r.lead ? trim_log(&r) : 0, r.best_step, r.best_val};
+    if (several(&r)) comm_broadcast(&r.par.world, &log, sizeof log, 0);
+    const int64_t logged = log.logged;
+    r.best_step = log.best_step, r.best_val = log.best_val;
     snprintf(path, sizeof path, "%s/metrics.jsonl", r.out);
-    r.log = fopen(path, "a");
-    if (!r.log) die(RUN_ERROR, "%s: cannot write: %s", path, strerror(errno));
+    r.log = r.lead ? fopen(path, "a") : NULL;
+    if (r.lead && !r.log) die(RUN_ERROR, "%s: cannot write: %s", path, strerror(errno));
     struct sigaction act;
     memset(&act, 0, sizeof act);
     act.sa_handler = on_signal;
@@ -701,7 +792,7 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
         const char *name;
         int64_t step;
     } want[] = {{"latest", r.step}, {"best", r.best_step}};
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2 && r.lead; i++) {
         char folder[CKPT_PATH];
         Err err;
         if (want[i].step <= 0 || ckpt_linked(r.out, want[i].name) == want[i].step) continue;
@@ -721,7 +812,7 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
         printf("done: %lld steps in %.1f s: %s/latest\n", (long long)r.step, elapsed_s(&r), r.out);
     }
     if (r.o.profile) print_profile(&r);
-    if (fclose(r.log)) die(RUN_ERROR, "%s: cannot write: %s", path, strerror(errno));
+    if (r.lead && fclose(r.log)) die(RUN_ERROR, "%s: cannot write: %s", path, strerror(errno));
     generator_close(&r.gen);
     watch_close(&r.watch);
     free(r.x);
@@ -729,8 +820,15 @@ static void command_train(const Options *cl, const int given[N_FLAGS]) {
     data_close(&r.data);
     tokenizer_free(&r.tok);
     model_free(&r.sampler);
-    model_free(&r.m);
-    close(r.lock);
+    if (r.lead) close(r.lock);
+    if (several(&r)) {
+        Comm all = r.par.world;
+        model_free(&r.m);
+        parallel_close(&r.par);
+        comm_close(&all);
+    } else {
+        model_free(&r.m);
+    }
 }
 
 /* What info says of: with a checkpoint its shape, and the flags of its trainer.json where there is
@@ -778,6 +876,7 @@ static const char *info_of(Options *o, const int given[N_FLAGS], char folder[CKP
 int main(int argc, char **argv) {
     static int given[N_FLAGS];
     static Options o;
+    static Comm world;
     // A closed standard stream must not become the next file that is opened, a log or a checkpoint.
     for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;)
         if (fd > STDERR_FILENO) {
@@ -787,17 +886,25 @@ int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); // a closed pipe must not end a run
     signal(SIGXFSZ, SIG_IGN); // a file-size limit is a failed write, with a message
     o = defaults();
+    comm_open(&world);
+    this_rank = world.rank;
+    if (this_rank && !freopen("/dev/null", "w", stdout))
+        die(RUN_ERROR, "/dev/null: %s", strerror(errno));
     const Command *c = parse(&o, argc, argv, given);
-    set_threads(o.threads);
+    if (world.size > 1 && c->bit != TRAIN)
+        die(USER_ERROR, "%s: expected one rank, found %d: only train runs on several", c->name,
+            world.size);
+    set_threads(world.size > 1 && !o.threads ? ranks_threads(&world) : o.threads);
     if (c->bit != TOKENIZE && !o.has_resume) backend_of(&o); // a device that is not there: at once
     switch (c->bit) {
-    case TRAIN: command_train(&o, given); break;
+    case TRAIN: command_train(&o, given, &world); break;
     case GENERATE: command_generate(&o); break;
     case EVAL: command_eval(&o); break;
     case INFO: {
         char folder[CKPT_PATH];
         const char *found = info_of(&o, given, folder);
         command_info(&o, found);
+        if (o.ranks > 1 || o.ep > 1) ranks_info(&o, stdout);
         break;
     }
     case BENCH:
@@ -809,5 +916,6 @@ int main(int argc, char **argv) {
     if (fflush(stdout) || ferror(stdout)) {
         if (errno != EPIPE) die(RUN_ERROR, "cannot write to standard output: %s", strerror(errno));
     }
+    if (world.size == 1) comm_close(&world); // else command_train did
     return 0;
 }

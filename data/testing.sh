@@ -93,7 +93,7 @@ tensor_at() {
 }
 
 # The log but for its times.
-log() { sed -E 's/"(step_ms|tok_per_s|elapsed_s)":[^,}]*,?//g; s/,}/}/' "$1/metrics.jsonl"; }
+log() { sed -E 's/"(step_ms|tok_per_s|elapsed_s|seconds)":[^,}]*,?//g; s/,}/}/g' "$1/metrics.jsonl"; }
 
 # Two runs ended alike: weights, moments, log, best.
 same_run() {
@@ -136,4 +136,15 @@ wait_for() {
         [ $SECONDS -lt $end ] || no "waited in vain for: $*"
         sleep 0.02
     done
+}
+
+# Open MPI's settings: more ranks than cores, which yield while they wait; root may; shared memory
+# only, without the one-sided copies that containers refuse. Other MPIs do not look at these.
+mpi_settings() {
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
+    export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+    export PRTE_MCA_hwloc_default_binding_policy=none
+    export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_pml=ob1 OMPI_MCA_btl=^tcp
+    export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_btl_sm_use_cma=0
 }
