@@ -763,7 +763,7 @@ static void test_choices(void) {
         }
         if (!begin("routing/%s-ties", kind_name[kind])) continue;
         const double some[6] = {0, 1, 0, 1, 1, 0}, one = 1;
-        const Router small = {kind, 1, 1, 6, K, 1, 0, 0, 1, 0};
+        const Router small = {kind, 1, 1, 6, K, 1, 0, 0, 1, 0, 0};
         for (int threads = 1; threads < 4; threads++) {
             set_threads(threads);
             const Routed o = route(normals(N * C, 1, 0), zero, NULL, r, NULL, 0);
