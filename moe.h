@@ -661,7 +661,8 @@ typedef struct Backend {
     /* p = the slots that came from n sources. Source i has slots start[i] ... of item and weight,
        sorted by expert: of p's expert e those from offsets[i*ld + which[e]] up to offsets[i*ld +
        which[e] + 1], counted from start[i]. A slot's row is base[i] + its item (~item likewise), or
-       base[i] + its own number there where item is NULL. which NULL: e. p->rows, p->E are given. */
+       base[i] + its own number there where item is NULL. which NULL: e. p->rows, p->E are given.
+       Each source has rows of its own, those of source i before those of source i + 1. */
     void (*plan_merge)(Plan *p, const int *item, const stat_t *weight, const int *offsets,
         const int *start, const int *base, const int *which, int n, int ld, void *scratch);
     // the values of p's slots back to where the slots came from: out[start[i] + ...] = values[s]

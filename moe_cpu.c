@@ -910,9 +910,9 @@ static void copy_rows(void *out, DType out_type, const int *to, const void *in, 
 #pragma omp parallel for if (worth((size_t)n * C))
     for (int i = 0; i < n; i++) {
         const int source = !from ? i : from[i] < 0 ? ~from[i] : from[i];
+        if (to && to[i] < 0) continue;
         char *x = (char *)out + (size_t)(to ? to[i] : i) * C * out_size;
         const char *y = (const char *)in + (size_t)source * C * in_size;
-        if (to && to[i] < 0) continue;
         if (out_type == in_type)
             memcpy(x, y, C * in_size);
         else if (out_type == BF16)
@@ -1409,6 +1409,7 @@ static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
     need = largest(need,
         round_up((E + 1 + s->S_max) * sizeof(int), ARENA_ALIGN) +
             threads * R * sizeof(Candidate)); // plan_select
+    need = largest(need, E * sizeof(int));    // plan_items
     need = largest(need, list + gemm);        // expert products
     const size_t panels = round_up(panels_reals(c, (int)R, s->backward) * r, ARENA_ALIGN);
     need =

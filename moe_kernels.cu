@@ -17,7 +17,7 @@
    - a product adds along k in steps of 16 from 0, whatever its tile.
 
    Order: instructions, small helpers, the product, embedding, norms, linear, rotary, attention,
-   router, plan, experts, classifier, optimiser, memory. */
+   router, plan, between ranks, experts, classifier, optimiser, memory. */
 #ifndef CUDA_CPU_H
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -2126,11 +2126,31 @@ __global__ void __launch_bounds__(ROUTER_THREADS) router_choose_kernel(const flo
 
 enum { FINISH_THREADS = 1024 };
 
+__host__ __device__ inline int rows_of_all(const Router &r) { return r.all ? r.all : r.N; }
+
+/* Switch's balance loss E sum_e f_e P_e, f_e the part of the choices that e got and P_e its mean
+   probability, and the mean lse^2 of the z-loss: by one block. p (E, shared), z2 (of thread 0): sums
+   over the r.all rows; p is overwritten. */
+__device__ inline void add_balance(
+    float *loss_sum, int *count_sum, const int *count, float *p, float z2, const Router &r) {
+    const int E = r.E, N = rows_of_all(r);
+    for (int e = threadIdx.x; e < E; e += blockDim.x) { // what expert e adds
+        p[e] = (float)count[e] / ((float)N * r.K) * (p[e] / N);
+        if (count_sum) count_sum[e] += count[e];
+    }
+    __syncthreads();
+    if (threadIdx.x || !loss_sum) return;
+    float aux = 0;
+    for (int e = 0; e < E; e++) aux += p[e];
+    loss_sum[0] += E * aux;
+    loss_sum[1] += z2 / N;
+}
+
 /* One block adds the parts: for an expert `lanes` threads each add every lanes-th part, then the
    lanes are added in order. Then the losses, the step's counts, and the first bad row. */
 __global__ void __launch_bounds__(FINISH_THREADS) router_finish_kernel(float *loss_sum,
-    int *count_sum, StepState *st, const int *count, const float *part_p, const float *part_z,
-    const int *part_bad, int blocks, int lanes, int layer, Router r) {
+    int *count_sum, float *sums, StepState *st, const int *count, const float *part_p,
+    const float *part_z, const int *part_bad, int blocks, int lanes, int layer, Router r) {
     extern __shared__ float lane_sums[]; // (lanes,E): of probabilities; then (lanes): of lse^2
     __shared__ int first_bad;
     float *z_sums = lane_sums + (size_t)lanes * r.E;
@@ -2150,31 +2170,41 @@ __global__ void __launch_bounds__(FINISH_THREADS) router_finish_kernel(float *lo
     for (int b = threadIdx.x; b < blocks; b += blockDim.x)
         if (part_bad[b] < N) atomicMin(&first_bad, part_bad[b]);
     __syncthreads();
-    for (int e = threadIdx.x; e < E; e += blockDim.x) { // what expert e adds to the balance loss
-        float p = 0;
-        for (int l = 0; l < lanes; l++) p += lane_sums[l * E + e];
-        lane_sums[e] = (float)count[e] / ((float)N * r.K) * (p / N);
-        if (count_sum) count_sum[e] += count[e];
+    for (int e = threadIdx.x; e < E; e += blockDim.x) {
+        for (int l = 1; l < lanes; l++) lane_sums[e] += lane_sums[l * E + e];
+        if (sums) sums[e] = lane_sums[e];
     }
-    __syncthreads();
-    if (threadIdx.x) return;
-    if (first_bad < N && !st->bad) {
-        st->bad = BAD_ROUTER;
-        st->bad_layer = layer;
-        st->bad_index = first_bad;
+    float z2 = 0;
+    if (threadIdx.x == 0) {
+        for (int l = 0; l < lanes; l++) z2 += z_sums[l];
+        if (sums) sums[E] = z2;
+        if (first_bad < N && !st->bad) {
+            st->bad = BAD_ROUTER;
+            st->bad_layer = layer;
+            st->bad_index = first_bad;
+        }
     }
-    if (!loss_sum) return;
-    float aux = 0, z2 = 0;
-    for (int e = 0; e < E; e++) aux += lane_sums[e];
-    for (int l = 0; l < lanes; l++) z2 += z_sums[l];
-    loss_sum[0] += E * aux;
-    loss_sum[1] += z2 / N;
+    add_balance(loss_sum, count_sum, count, lane_sums, z2, r); // a thread reads the p that it wrote
+}
+
+__global__ void __launch_bounds__(THREADS) router_balance_kernel(
+    float *loss_sum, int *count_sum, const int *count, const float *sums, Router r) {
+    extern __shared__ float mean_p[]; // (E)
+    for (int e = threadIdx.x; e < r.E; e += blockDim.x) mean_p[e] = sums[e];
+    add_balance(loss_sum, count_sum, count, mean_p, sums[r.E], r);
+}
+
+static void router_balance(
+    stat_t *loss_sum, int *count_sum, const int *count, const stat_t *sums, Router r) {
+    router_balance_kernel<<<1, THREADS, r.E * sizeof(float), device.stream>>>(
+        (float *)loss_sum, count_sum, count, (const float *)sums, r);
+    launched("router_balance");
 }
 
 template <class T>
 static void router_forward(stat_t *logits_, stat_t *lse, int *idx, stat_t *weight, int *count,
-    stat_t *loss_sum, int *count_sum, const act_t *X, Mat Wr, const stat_t *bias, Router r,
-    int reuse, StepState *st, int layer, void *scratch) {
+    stat_t *loss_sum, int *count_sum, stat_t *sums, const act_t *X, Mat Wr, const stat_t *bias,
+    Router r, int reuse, StepState *st, int layer, void *scratch) {
     float *logits = (float *)logits_; // (N,E)
     const int N = r.N, E = r.E, rows = choose_rows(E), blocks = pieces_of(N, rows);
     if (E > MOST_EXPERTS)
@@ -2195,18 +2225,18 @@ static void router_forward(stat_t *logits_, stat_t *lse, int *idx, stat_t *weigh
 
     int lanes = FINISH_THREADS / E;
     lanes = lanes < 1 ? 1 : lanes > blocks ? blocks : lanes;
-    const size_t sums = (size_t)lanes * (E + 1) * sizeof(float);
+    const size_t lane_bytes = (size_t)lanes * (E + 1) * sizeof(float);
     const int most = (int)round_up((size_t)lanes * E, WARP_SIZE);
     const int threads = most > FINISH_THREADS ? (int)FINISH_THREADS : most;
-    router_finish_kernel<<<1, threads, sums, device.stream>>>(
-        (float *)loss_sum, count_sum, st, count, part_p, part_z, part_bad, blocks, lanes, layer, r);
+    router_finish_kernel<<<1, threads, lane_bytes, device.stream>>>((float *)loss_sum, count_sum,
+        (float *)sums, st, count, part_p, part_z, part_bad, blocks, lanes, layer, r);
     launched("router_finish");
 }
 
 /* dlogits of a block's rows. On the chosen set S, dS_k reaches the logits through the renormalised
    weights, or through p_k alone; a slot that the plan added beyond the top-K (token rounding)
    through its raw score; one that it dropped not at all. The balance loss adds aux * count_e to
-   dp_e, aux = aux_coef E / (N N K), the z-loss zl * lse * p_e to dz_e, zl = z_coef 2 / N. */
+   dp_e, aux = aux_coef E / (all all K), the z-loss zl * lse * p_e to dz_e, zl = z_coef 2 / all. */
 __global__ void __launch_bounds__(ROUTER_THREADS) router_dlogits_kernel(float *dlogits, // (N,E)
     const float *dS, Plan plan, const float *logits, const float *lse, const int *idx,
     const float *weight, const int *count, Router r, int rows_each, float aux, float zl) {
@@ -2276,7 +2306,8 @@ static void router_backward(act_t *dX, grad_t *dWr, const stat_t *dS, const Plan
     float *dlogits = carve<float>(&scratch, (size_t)N * E);
     float *partial = carve<float>(&scratch, (size_t)parts * E * C);
     const size_t shared = (size_t)rows * (2 * odd(E) + odd(r.K)) * sizeof(float);
-    const double aux = r.aux_coef * E / ((double)N * N * r.K), zl = r.z_coef * 2 / N;
+    const double all = rows_of_all(r), aux = r.aux_coef * E / (all * all * r.K);
+    const double zl = r.z_coef * 2 / all;
     router_dlogits_kernel<<<pieces_of(N, rows), ROUTER_THREADS, shared, device.stream>>>(dlogits,
         (const float *)dS, *p, (const float *)logits, (const float *)lse, idx,
         (const float *)weight, count, r, rows, (float)aux, (float)zl);
@@ -2395,6 +2426,23 @@ __device__ inline int sum_before(int *shared, int x) {
     return sum;
 }
 
+/* ranks[w] = bits of mask before word w, for words i, i + E, ... of a block's group i; returns all of
+   them, in the last thread. */
+__device__ inline int rank_words(
+    int *ranks, const unsigned *mask, int words, int E, int i, int *shared) {
+    const int each = pieces_of(words, THREADS), t = threadIdx.x;
+    const int begin = t * each < words ? t * each : words;
+    const int end = begin + each < words ? begin + each : words;
+    int taken = 0;
+    for (int w = begin; w < end; w++) taken += __popc(mask[(size_t)w * E + i]);
+    int before = sum_before(shared, taken);
+    for (int w = begin; w < end; w++) {
+        ranks[(size_t)w * E + i] = before;
+        before += __popc(mask[(size_t)w * E + i]);
+    }
+    return before;
+}
+
 /* A block finds the rows of one expert. mask (words,E): a bit for every row of 32; ranks (words,E):
    how many rows are selected before those 32. An expert that shrinks chooses among its own, one
    that grows keeps them and chooses among the others: the key of the last one taken is found digit
@@ -2458,16 +2506,7 @@ __global__ void __launch_bounds__(THREADS) plan_select_kernel(unsigned *mask, in
         }
         __syncthreads();
     }
-    const int each = pieces_of(words, THREADS);
-    const int begin = t * each < words ? t * each : words;
-    const int end = begin + each < words ? begin + each : words;
-    int taken = 0;
-    for (int w = begin; w < end; w++) taken += __popc(mask[(size_t)w * E + e]);
-    int before = sum_before(tally, taken);
-    for (int w = begin; w < end; w++) {
-        ranks[(size_t)w * E + e] = before;
-        before += __popc(mask[(size_t)w * E + e]);
-    }
+    rank_words(ranks, mask, words, E, e, tally);
 }
 
 // offsets and what was moved, once all experts have selected
@@ -2487,6 +2526,7 @@ __global__ void __launch_bounds__(THREADS)
 __global__ void __launch_bounds__(THREADS)
     plan_rows_kernel(Plan p, const unsigned *mask, const int *ranks, int N, int E) {
     const int n = blockIdx.x * THREADS + threadIdx.x;
+    if (n == N) p.row_begin[N] = p.offsets[E];
     if (n >= N) return;
     const unsigned *bits = mask + (size_t)(n / 32) * E, below = (1u << n % 32) - 1;
     const int *rank = ranks + (size_t)(n / 32) * E;
@@ -2500,7 +2540,6 @@ __global__ void __launch_bounds__(THREADS)
         p.expert[s] = e;
         p.slot[at++] = s;
     }
-    if (n == N - 1) p.row_begin[N] = at;
 }
 
 // A slot's combine weight: the row's own where it chose the expert, else the raw score.
@@ -2533,7 +2572,7 @@ static void plan_select(Plan *p, int *moved, const int *idx, const stat_t *weigh
         launched("plan_select");
         plan_offsets_kernel<<<1, THREADS, 0, device.stream>>>(p->offsets, moved, count, r);
         launched("plan_offsets");
-        plan_rows_kernel<<<blocks_for(N, THREADS), THREADS, 0, device.stream>>>(
+        plan_rows_kernel<<<blocks_for(N + 1, THREADS), THREADS, 0, device.stream>>>(
             *p, mask, ranks, N, E);
         launched("plan_rows");
     }
@@ -2542,10 +2581,335 @@ static void plan_select(Plan *p, int *moved, const int *idx, const stat_t *weigh
     launched("plan_weights");
 }
 
+// -------------------------------------------------------------------------------------------------
+// between ranks
+
+// The first slot of expert e whose source row is not below `limit`: by halving, since an expert's
+// slots are sorted by row.
+__device__ inline int first_slot(const int *offsets, const int *row, int e, int limit) {
+    int lo = offsets[e], hi = offsets[e + 1];
+    while (lo < hi) {
+        const int mid = lo + (hi - lo) / 2;
+        if (row[mid] < limit)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+// offsets (E+1) of an array of counts, by one block
+__device__ inline void offsets_of(int *offsets, const int *count, int E) {
+    for (int e = threadIdx.x; e <= E; e += THREADS) {
+        int at = 0;
+        for (int i = 0; i < e; i++) at += count[i];
+        offsets[e] = at;
+    }
+}
+
+/* mask (words, groups): a bit for every row of 32 that has a slot in this group of `each` experts. A
+   thread owns a word. */
+__global__ void __launch_bounds__(THREADS)
+    plan_bits_kernel(unsigned *mask, Plan p, int groups, int each) {
+    const size_t i = (size_t)blockIdx.x * THREADS + threadIdx.x;
+    const int w = (int)(i / groups), g = (int)(i % groups);
+    unsigned bits = 0;
+    if (w >= pieces_of(p.rows, 32)) return;
+    for (int e = g * each; e < (g + 1) * each; e++)
+        for (int s = first_slot(p.offsets, p.row, e, 32 * w);
+             s < p.offsets[e + 1] && p.row[s] / 32 == w; s++)
+            bits |= 1u << p.row[s] % 32;
+    mask[i] = bits;
+}
+
+// A block counts the bits of a group: before each word, and all of them.
+__global__ void __launch_bounds__(THREADS)
+    plan_ranks_kernel(int *ranks, int *count, const unsigned *mask, int words, int groups) {
+    __shared__ int sums[THREADS];
+    const int all = rank_words(ranks, mask, words, groups, blockIdx.x, sums);
+    if (count && threadIdx.x == THREADS - 1) count[blockIdx.x] = all;
+}
+
+typedef struct RowBits { // (words, groups): bits, bits before each word
+    unsigned *mask;
+    int *ranks;
+} RowBits;
+static RowBits rows_of_groups(const Plan *p, int *count, int groups, void **scratch) {
+    const int words = pieces_of(p->rows, 32);
+    RowBits x;
+    x.mask = carve<unsigned>(scratch, (size_t)words * groups);
+    x.ranks = carve<int>(scratch, (size_t)words * groups);
+    plan_bits_kernel<<<blocks_for((size_t)words * groups, THREADS), THREADS, 0, device.stream>>>(
+        x.mask, *p, groups, p->E / groups);
+    launched("plan_bits");
+    plan_ranks_kernel<<<groups, THREADS, 0, device.stream>>>(x.ranks, count, x.mask, words, groups);
+    launched("plan_ranks");
+    return x;
+}
+
+// What follows from a plan's offsets and row: expert, row_begin and slot.
+static void plan_index(Plan *p, void *scratch) {
+    const RowBits x = rows_of_groups(p, NULL, p->E, &scratch);
+    plan_rows_kernel<<<blocks_for((size_t)p->rows + 1, THREADS), THREADS, 0, device.stream>>>(
+        *p, x.mask, x.ranks, p->rows, p->E);
+    launched("plan_rows");
+}
+
+// begin (E): where the part of the expert at a position begins in `all`
+__global__ void __launch_bounds__(THREADS) plan_part_offsets_kernel(
+    int *offsets, int *begin, Plan all, const int *order, int first, int rows, int E) {
+    extern __shared__ int part_count[]; // (E)
+    for (int q = threadIdx.x; q < E; q += THREADS) {
+        const int e = order ? order[q] : q;
+        begin[q] = first_slot(all.offsets, all.row, e, first);
+        part_count[q] = first_slot(all.offsets, all.row, e, first + rows) - begin[q];
+    }
+    __syncthreads();
+    offsets_of(offsets, part_count, E);
+}
+// A block copies an expert's slots.
+__global__ void __launch_bounds__(THREADS)
+    plan_part_kernel(Plan p, int *from, Plan all, const int *begin, int first) {
+    const int s0 = p.offsets[blockIdx.x], n = p.offsets[blockIdx.x + 1] - s0;
+    for (int k = threadIdx.x; k < n; k += THREADS) {
+        const int s = s0 + k, i = begin[blockIdx.x] + k;
+        p.row[s] = all.row[i] - first;
+        ((float *)p.weight)[s] = ((const float *)all.weight)[i];
+        from[s] = i;
+    }
+}
+
+static void plan_part(
+    Plan *p, int *from, const Plan *all, const int *order, int first, void *scratch) {
+    int *begin = carve<int>(&scratch, p->E);
+    plan_part_offsets_kernel<<<1, THREADS, p->E * sizeof(int), device.stream>>>(
+        p->offsets, begin, *all, order, first, p->rows, p->E);
+    launched("plan_part_offsets");
+    plan_part_kernel<<<p->E, THREADS, 0, device.stream>>>(*p, from, *all, begin, first);
+    launched("plan_part");
+    plan_index(p, scratch);
+}
+
+// A thread owns a row: its items begin where those of the rows before it end.
+__global__ void __launch_bounds__(THREADS) plan_items_kernel(int *item, int *item_row,
+    int *item_begin, int *item_at, const int *count, Plan p, RowBits x, int parts) {
+    const int n = blockIdx.x * THREADS + threadIdx.x, each = p.E / parts;
+    if (n > p.rows) return;
+    int at = 0;
+    if (n == p.rows) {
+        for (int g = 0; g < parts; g++) at += count[g];
+        item_begin[n] = at;
+        return;
+    }
+    const unsigned *bits = x.mask + (size_t)(n / 32) * parts, below = (1u << n % 32) - 1;
+    const int *rank = x.ranks + (size_t)(n / 32) * parts;
+    for (int g = 0; g < parts; g++) at += rank[g] + __popc(bits[g] & below);
+    item_begin[n] = at;
+    int group = 0, first = 0; // the first item of `group`
+    for (int i = p.row_begin[n], last = -1; i < p.row_begin[n + 1]; i++) {
+        const int s = p.slot[i], g = p.expert[s] / each;
+        const int number = rank[g] + __popc(bits[g] & below);
+        item[s] = g == last ? ~number : number;
+        if (g == last) continue;
+        while (group < g) first += count[group++];
+        item_row[first + number] = n;
+        item_at[at++] = first + number;
+        last = g;
+    }
+}
+
+static void plan_items(int *item, int *item_row, int *item_begin, int *item_at, int *count,
+    const Plan *p, int parts, void *scratch) {
+    const RowBits x = rows_of_groups(p, count, parts, &scratch);
+    plan_items_kernel<<<blocks_for((size_t)p->rows + 1, THREADS), THREADS, 0, device.stream>>>(
+        item, item_row, item_begin, item_at, count, *p, x, parts);
+    launched("plan_items");
+}
+
+typedef struct Sources { // of the slots of a merged plan, as plan_merge has them
+    const int *offsets, *start, *which;
+    int n, ld;
+} Sources;
+// source i's offsets of p's expert e, and of the one after it
+__device__ inline const int *source_offsets(const Sources &x, int e, int i) {
+    return x.offsets + (size_t)i * x.ld + (x.which ? x.which[e] : e);
+}
+__device__ inline int slots_before(const Sources &x, int e, int n) { // of e, from sources before n
+    int sum = 0;
+    for (int i = 0; i < n; i++) {
+        const int *o = source_offsets(x, e, i);
+        sum += o[1] - o[0];
+    }
+    return sum;
+}
+
+__global__ void __launch_bounds__(THREADS)
+    plan_merge_offsets_kernel(int *offsets, Sources x, int E) {
+    extern __shared__ int merged_count[]; // (E)
+    for (int e = threadIdx.x; e < E; e += THREADS) merged_count[e] = slots_before(x, e, x.n);
+    __syncthreads();
+    offsets_of(offsets, merged_count, E);
+}
+// A block copies what one source has for one expert.
+__global__ void __launch_bounds__(THREADS)
+    plan_merge_kernel(Plan p, const int *item, const float *weight, const int *base, Sources x) {
+    const int e = blockIdx.x / x.n, i = blockIdx.x % x.n, *o = source_offsets(x, e, i);
+    const int s0 = p.offsets[e] + slots_before(x, e, i) - o[0];
+    for (int k = o[0] + threadIdx.x; k < o[1]; k += THREADS) {
+        const int at = x.start[i] + k, number = item ? item[at] : k;
+        p.row[s0 + k] = base[i] + (number < 0 ? ~number : number);
+        ((float *)p.weight)[s0 + k] = weight[at];
+    }
+}
+
+static void plan_merge(Plan *p, const int *item, const stat_t *weight, const int *offsets,
+    const int *start, const int *base, const int *which, int n, int ld, void *scratch) {
+    const Sources x = {offsets, start, which, n, ld};
+    plan_merge_offsets_kernel<<<1, THREADS, p->E * sizeof(int), device.stream>>>(
+        p->offsets, x, p->E);
+    launched("plan_merge_offsets");
+    plan_merge_kernel<<<blocks_for((size_t)p->E * n, 1), THREADS, 0, device.stream>>>(
+        *p, item, (const float *)weight, base, x);
+    launched("plan_merge");
+    plan_index(p, scratch);
+}
+
+// as plan_merge_kernel, the other way
+__global__ void __launch_bounds__(THREADS)
+    plan_unmerge_kernel(float *out, const float *values, const int *offsets, Sources x) {
+    const int e = blockIdx.x / x.n, i = blockIdx.x % x.n, *o = source_offsets(x, e, i);
+    const int s0 = offsets[e] + slots_before(x, e, i) - o[0];
+    for (int k = o[0] + threadIdx.x; k < o[1]; k += THREADS) out[x.start[i] + k] = values[s0 + k];
+}
+
+static void plan_unmerge(stat_t *out, const stat_t *values, const Plan *p, const int *offsets,
+    const int *start, const int *which, int n, int ld) {
+    const Sources x = {offsets, start, which, n, ld};
+    plan_unmerge_kernel<<<blocks_for((size_t)p->E * n, 1), THREADS, 0, device.stream>>>(
+        (float *)out, (const float *)values, p->offsets, x);
+    launched("plan_unmerge");
+}
+
+__global__ void __launch_bounds__(THREADS)
+    scatter_kernel(float *out, const float *values, const int *index, const int *offsets, int E) {
+    const int s = blockIdx.x * THREADS + threadIdx.x;
+    if (s < offsets[E]) out[index[s]] = values[s];
+}
+
+static void scatter(stat_t *out, const stat_t *values, const int *index, const Plan *p) {
+    scatter_kernel<<<blocks_for(p->S_max, THREADS), THREADS, 0, device.stream>>>(
+        (float *)out, (const float *)values, index, p->offsets, p->E);
+    launched("scatter");
+}
+
+// W values of a row of either type: 1, or what 16 bytes hold of the narrower type
+template <class X, class Y> struct Both {
+    enum { PER = (int)Vec<X>::PER > (int)Vec<Y>::PER ? (int)Vec<X>::PER : (int)Vec<Y>::PER };
+};
+template <int W> __device__ inline void read_row(float *x, const float *p) { read_floats<W>(x, p); }
+template <int W> __device__ inline void read_row(float *x, const bf16 *p) {
+    read_values<bf16, W>(x, p);
+}
+template <int W> __device__ inline void write_row(float *p, const float *x) {
+    write_floats<W>(p, x);
+}
+template <int W> __device__ inline void write_row(bf16 *p, const float *x) {
+    write_values<bf16, W>(p, x);
+}
+
+// A warp copies a row.
+template <class Out, class In, int W>
+__global__ void __launch_bounds__(THREADS)
+    copy_rows_kernel(Out *out, const int *to, const In *in, const int *from, int n, int C) {
+    const int i = blockIdx.x * (THREADS / WARP_SIZE) + threadIdx.x / WARP_SIZE;
+    if (i >= n) return;
+    const int target = to ? to[i] : i, source = from ? from[i] : i;
+    if (target < 0) return;
+    const In *x = in + (size_t)(source < 0 ? ~source : source) * C;
+    Out *y = out + (size_t)target * C;
+    for (int c = threadIdx.x % WARP_SIZE * W; c < C; c += WARP_SIZE * W) {
+        if constexpr (!std::is_same<Out, In>::value) {
+            float v[W];
+            read_row<W>(v, x + c);
+            write_row<W>(y + c, v);
+        } else if constexpr (W == 1) {
+            y[c] = x[c];
+        } else {
+            store16(y + c, load16(x + c));
+        }
+    }
+}
+
+template <class Out, class In>
+static void launch_copy(void *out, const int *to, const void *in, const int *from, int n, int C) {
+    enum { W = Both<Out, In>::PER };
+    const unsigned blocks = blocks_for(n, THREADS / WARP_SIZE);
+    const In *x = (const In *)in;
+    Out *y = (Out *)out;
+    if (C % W == 0 && on16(x) && on16(y))
+        copy_rows_kernel<Out, In, W><<<blocks, THREADS, 0, device.stream>>>(y, to, x, from, n, C);
+    else
+        copy_rows_kernel<Out, In, 1><<<blocks, THREADS, 0, device.stream>>>(y, to, x, from, n, C);
+    launched("copy_rows");
+}
+template <class T>
+static void copy_rows(void *out, DType out_type, const int *to, const void *in, DType in_type,
+    const int *from, int n, int C) {
+    if (out_type == BF16 && in_type == BF16)
+        launch_copy<bf16, bf16>(out, to, in, from, n, C);
+    else if (out_type == BF16)
+        launch_copy<bf16, T>(out, to, in, from, n, C);
+    else if (in_type == BF16)
+        launch_copy<T, bf16>(out, to, in, from, n, C);
+    else
+        launch_copy<T, T>(out, to, in, from, n, C);
+}
+
+// A warp owns a row of the output.
+template <class T, class In, int W>
+__global__ void __launch_bounds__(THREADS) sum_rows_kernel(
+    T *out, const In *in, const int *begin, const int *at, int parts, int R, int C) {
+    const int r = blockIdx.x * (THREADS / WARP_SIZE) + threadIdx.x / WARP_SIZE;
+    if (r >= R) return;
+    const int first = begin ? begin[r] : 0, end = begin ? begin[r + 1] : parts;
+    for (int c = threadIdx.x % WARP_SIZE * W; c < C; c += WARP_SIZE * W) {
+        float sum[W] = {0}, x[W];
+        for (int i = first; i < end; i++) {
+            read_row<W>(x, in + (begin ? (size_t)at[i] : (size_t)i * R + r) * C + c);
+            for (int j = 0; j < W; j++) sum[j] += x[j];
+        }
+        write_row<W>(out + (size_t)r * C + c, sum);
+    }
+}
+
+template <class T, class In>
+static void launch_sum(
+    act_t *out, const void *in, const int *begin, const int *at, int parts, int R, int C) {
+    enum { W = Both<T, In>::PER };
+    const unsigned blocks = blocks_for(R, THREADS / WARP_SIZE);
+    if (C % W == 0 && on16(out) && on16(in))
+        sum_rows_kernel<T, In, W><<<blocks, THREADS, 0, device.stream>>>(
+            (T *)out, (const In *)in, begin, at, parts, R, C);
+    else
+        sum_rows_kernel<T, In, 1><<<blocks, THREADS, 0, device.stream>>>(
+            (T *)out, (const In *)in, begin, at, parts, R, C);
+    launched("sum_rows");
+}
+template <class T>
+static void sum_rows(act_t *out, const void *in, DType in_type, const int *begin, const int *at,
+    int parts, int R, int C) {
+    if (in_type == BF16)
+        launch_sum<T, bf16>(out, in, begin, at, parts, R, C);
+    else
+        launch_sum<T, T>(out, in, begin, at, parts, R, C);
+}
+
+// of plan_select, which sorts, and of what is above, which has E ints where the sort has its counts
 static size_t plan_scratch(const Config *c, const ScratchShape *s) {
-    const size_t N = (size_t)s->B * s->T, words = pieces_of((int)N, 32);
+    const size_t N = (size_t)s->B * s->T, R = (size_t)s->rows > N ? s->rows : N;
+    const size_t words = pieces_of((int)R, 32);
     return 2 * round_up(words * c->n_experts * sizeof(int), ARENA_ALIGN) +
-        topk_scratch((int)N * c->top_k, c->n_experts);
+        topk_scratch((int)R * c->top_k, c->n_experts);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2577,21 +2941,13 @@ __global__ void __launch_bounds__(THREADS)
     for (int j = blockIdx.x * blockDim.x + threadIdx.x; j < S; j += gridDim.x * blockDim.x)
         where[slot[j]] = j;
 }
-// The slots of expert e whose source row lies in [r0, r1): contiguous, since they are sorted by row.
+// The slots of expert e whose source row lies in [r0, r1).
 __global__ void __launch_bounds__(THREADS) chunk_bounds_kernel(
     int *begin, int *end, const int *offsets, const int *row, int E, int r0, int r1) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= 2 * E) return;
-    const int e = i / 2, limit = i % 2 ? r1 : r0;
-    int lo = offsets[e], hi = offsets[e + 1];
-    while (lo < hi) {
-        const int mid = lo + (hi - lo) / 2;
-        if (row[mid] < limit)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    (i % 2 ? end : begin)[e] = lo;
+    const int e = i / 2;
+    (i % 2 ? end : begin)[e] = first_slot(offsets, row, e, i % 2 ? r1 : r0);
 }
 // out[r] (+)= sum over r's slots, in expert order, of weight * Y;  Y (chunk slots, C)
 template <class T, bool VEC>
@@ -3001,6 +3357,11 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
+__device__ inline void set_clip(StepState *st, double square, double max_norm) {
+    st->grad_norm = sqrt(square);
+    st->clip = max_norm > 0 && st->grad_norm > max_norm ? max_norm / st->grad_norm : 1;
+}
+
 __global__ void __launch_bounds__(THREADS) clip_kernel(
     StepState *st, const NormPart *part, const Segment *seg, int nseg, double max_norm) {
     __shared__ double sums[THREADS];
@@ -3021,8 +3382,14 @@ __global__ void __launch_bounds__(THREADS) clip_kernel(
         st->bad = BAD_GRADIENT;
         st->bad_index = first_bad;
     }
-    st->grad_norm = sqrt(sum);
-    st->clip = max_norm > 0 && st->grad_norm > max_norm ? max_norm / st->grad_norm : 1;
+    st->square = st->bad ? (double)NAN : sum;
+    set_clip(st, sum, max_norm);
+}
+
+// one thread
+__global__ void __launch_bounds__(1) clip_norm_kernel(StepState *st, double max_norm) {
+    if (!isfinite(st->square) && !st->bad) st->bad = BAD_ELSEWHERE;
+    set_clip(st, st->square, max_norm);
 }
 
 static void grad_norm(StepState *st, const grad_t *grads, const Segment *seg, int nseg,
@@ -3033,6 +3400,11 @@ static void grad_norm(StepState *st, const grad_t *grads, const Segment *seg, in
     launched("grad_norm");
     clip_kernel<<<1, THREADS, 0, device.stream>>>(st, part, seg, nseg, max_norm);
     launched("clip");
+}
+
+static void clip_norm(StepState *st, double max_norm) {
+    clip_norm_kernel<<<1, 1, 0, device.stream>>>(st, max_norm);
+    launched("clip_norm");
 }
 
 static size_t grad_norm_scratch(const Config *c) {
@@ -3068,8 +3440,11 @@ __global__ void __launch_bounds__(THREADS) update_kernel(float *params, const fl
     for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x)
         for (int i = segment_at(seg, nseg, piece * PIECE);
              i < nseg && seg[i].offset < (size_t)(piece + 1) * PIECE; i++) {
-            const Stretch x = stretch_of(&seg[i], piece);
+            const size_t moment = seg[i].moment - seg[i].offset; // how far the moments lie off
+            float *const ms = m + moment, *const vs = v + moment;
+            Stretch x = stretch_of(&seg[i], piece);
             const float decay = seg[i].decay ? (float)o.weight_decay : 0;
+            if (moment % 4) x.wide = x.begin;
             for (size_t j = x.begin + threadIdx.x * 4; j < x.wide; j += THREADS * 4) {
                 float pj[4], gj[4], mj[4], vj[4];
                 read_values<float, 4>(pj, params + j);
@@ -3077,11 +3452,11 @@ __global__ void __launch_bounds__(THREADS) update_kernel(float *params, const fl
                 if (o.sgd) {
                     for (int k = 0; k < 4; k++) sgd(&pj[k], gj[k], r, decay);
                 } else {
-                    read_values<float, 4>(mj, m + j);
-                    read_values<float, 4>(vj, v + j);
+                    read_values<float, 4>(mj, ms + j);
+                    read_values<float, 4>(vj, vs + j);
                     for (int k = 0; k < 4; k++) adamw(&pj[k], &mj[k], &vj[k], gj[k], r, decay);
-                    write_values<float, 4>(m + j, mj);
-                    write_values<float, 4>(v + j, vj);
+                    write_values<float, 4>(ms + j, mj);
+                    write_values<float, 4>(vs + j, vj);
                 }
                 write_values<float, 4>(params + j, pj);
             }
@@ -3089,7 +3464,7 @@ __global__ void __launch_bounds__(THREADS) update_kernel(float *params, const fl
                 if (o.sgd)
                     sgd(&params[j], grads[j], r, decay);
                 else
-                    adamw(&params[j], &m[j], &v[j], grads[j], r, decay);
+                    adamw(&params[j], &ms[j], &vs[j], grads[j], r, decay);
             }
         }
 }
@@ -3267,12 +3642,18 @@ template <class T> static Backend table(const char *name) {
     b.qk_rope_forward = qk_rope_forward<T>, b.qk_rope_backward = qk_rope_backward<T>;
     b.attention_forward = attention_forward<T>, b.attention_backward = attention_backward<T>;
     b.router_forward = router_forward<T>, b.router_backward = router_backward<T>;
+    b.router_balance = router_balance;
     b.plan_topk = plan_topk, b.plan_select = plan_select;
+    b.plan_part = plan_part, b.plan_items = plan_items;
+    b.plan_merge = plan_merge, b.plan_unmerge = plan_unmerge;
+    b.scatter = scatter;
+    b.copy_rows = copy_rows<T>, b.sum_rows = sum_rows<T>;
     b.expert_up_forward = expert_up_forward<T>, b.expert_up_backward = expert_up_backward<T>;
     b.expert_down_forward = expert_down_forward<T>,
     b.expert_down_backward = expert_down_backward<T>;
     b.classifier = classifier<T>;
-    b.reduce_loss = reduce_loss, b.grad_norm = grad_norm;
+    b.reduce_loss = reduce_loss;
+    b.grad_norm = grad_norm, b.clip_norm = clip_norm;
     b.update = update, b.update_bias = update_bias;
     return b;
 }

@@ -105,9 +105,17 @@ static Shape shape_at(uint64_t seed, size_t i, char name[24]) {
     X(attention_forward)        \
     X(attention_backward)       \
     X(router_forward)           \
+    X(router_balance)           \
     X(router_backward)          \
     X(plan_topk)                \
     X(plan_select)              \
+    X(plan_part)                \
+    X(plan_items)               \
+    X(plan_merge)               \
+    X(plan_unmerge)             \
+    X(scatter)                  \
+    X(copy_rows)                \
+    X(sum_rows)                 \
     X(expert_up_forward)        \
     X(expert_down_forward)      \
     X(expert_down_backward)     \
@@ -115,6 +123,7 @@ static Shape shape_at(uint64_t seed, size_t i, char name[24]) {
     X(classifier)               \
     X(reduce_loss)              \
     X(grad_norm)                \
+    X(clip_norm)                \
     X(update)                   \
     X(update_bias)
 typedef void (*AnyFunction)(void);
@@ -150,11 +159,16 @@ static struct Diff {
 static const char *dtype_name(const Backend *b) { return b->act_type == BF16 ? "bf16" : "fp32"; }
 
 /* What a step may be off by. A bf16 device rounds what it stores, and what its products read; the
-   router, the losses and the optimiser are float everywhere. A whole number is right or wrong. */
+   router, the losses and the optimiser are float everywhere. A whole number is right or wrong, and
+   so is a value that is moved. */
 static double limit_of(const Op *o, const Step *s, Kind kind) {
+    static const char *const moves[] = {
+        "params_changed", "plan_part", "plan_merge", "plan_unmerge", "scatter", "copy_rows"};
     int rounds = 0;
     for (int i = 0; i < s->uses; i++) rounds |= o->array[s->use[i].array].kind <= MATRIX;
-    if (kind == INTS || !strcmp(s->name, "params_changed")) return 0;
+    for (size_t i = 0; i < COUNT(moves); i++)
+        if (!strcmp(s->name, moves[i])) return 0;
+    if (kind == INTS) return 0;
     return rounds && o->dev->act_type == BF16 && strcmp(s->name, "router_forward") != 0 ? 8e-3
                                                                                         : 1e-5;
 }
@@ -559,6 +573,10 @@ static void diff_router(const Shape *s) {
             .aux = form == GIVEN ? 0 : 0.7 * N,
             .z = form == GIVEN ? 0 : 0.3 * N,
             .scale = 1 / sqrt(s->C),
+            .all = form == CAPACITY ? 3 * N
+                : form == ROUNDED   ? 2 * N + 1
+                                    : 0,
+            .sums = form != CHOSEN,
             .totals = form == EVALUATION ? NO_TOTALS : ALL_TOTALS};
         char variant[32];
         Op o = router_op(diff.dev, "router", x);
@@ -614,6 +632,230 @@ static void diff_select(const Shape *s) {
         add_step(&o, "plan_select:given", call_plan_weights, NULL,
             "idx weight count logits lse moved offsets row expert row_begin slot > ~slot_weight");
         snprintf(variant, sizeof variant, "%s%s", form_name[form], sigmoid ? "-sigmoid" : "");
+        diff_op(&o, variant);
+    }
+}
+
+// The part of a plan: arrays that are named after those of the whole.
+static Plan part_on(const Op *o, void *const *a) {
+    Plan p = {o->part_rows, o->c.n_experts, o->S_max, o->row_max, A(p_offsets), A(p_row),
+        A(p_expert), A(p_weight), A(p_row_begin), A(p_slot)};
+    return p;
+}
+CALL(plan_part) {
+    const Plan all = plan_on(o, a);
+    Plan p = part_on(o, a);
+    b->plan_part(&p, A(from), &all, A(order), o->first, SCRATCH);
+}
+CALL(plan_items) {
+    const Plan p = part_on(o, a);
+    b->plan_items(
+        A(item), A(item_row), A(item_begin), A(item_at), A(item_count), &p, o->parts, SCRATCH);
+}
+#define PART "p_offsets p_row p_expert p_weight p_row_begin p_slot "
+static int *permutation(int n) {
+    int *x = fresh(n, sizeof(int));
+    for (int i = 0; i < n; i++) x[i] = i;
+    for (int i = n - 1; i > 0; i--) {
+        const int j = below(i + 1), t = x[i];
+        x[i] = x[j], x[j] = t;
+    }
+    return x;
+}
+/* Rows of a plan as it is exchanged. Its experts are a multiple of 4, of which some have no tokens;
+   more rows than the shape's B*T, which the scratch must have room for. */
+static void diff_parts(const Shape *s) {
+    enum { TOPK, DROPS, DROPS_ALL, ROUNDS, PLANS };
+    static const char *const plan_name[] = {"top-k", "capacity", "drop-all", "rounded"};
+    const int N = s->B * s->T, E = (s->E + 3) / 4 * 4, K = s->K;
+    const int parts[] = {1, 2, 4, E};
+    const struct { // a part of the rows
+        int first, rows;
+    } cuts[] = {{0, N}, {N / 3, N - 2 * (N / 3)}, {N - 1, 1}, {N / 2, N - N / 2}};
+    for (int i = 0; i < 4 * PLANS; i++) {
+        // a Latin square, so that few variants meet most pairs
+        const int plan = i % PLANS, cut = i / PLANS, group = (plan + cut) % 4, ordered = i / 2 % 2;
+        char variant[40];
+        Op o = op_on(diff.dev, "parts", 1, 1, config(2, 1, 4, 1, 1, 2, E, K, 1));
+        const Router r = {.kind = ROUTER_SOFTMAX,
+            .N = N,
+            .C = 4,
+            .E = E,
+            .K = K,
+            .limit = plan == DROPS ? (N * K + 2 * E - 1) / (2 * E) : 0,
+            .tile = plan == ROUNDS ? 3 : 0};
+        o.N = o.rows = N, o.router = r;
+        o.S_max = most_slots(N, E, K, r.tile), o.row_max = E;
+        o.first = cuts[cut].first, o.part_rows = cuts[cut].rows, o.parts = parts[group];
+        choice_arrays(&o, random_choice(N, K, s->few));
+        random_array(&o, "weight", STAT, (size_t)N * K, 0.2, 0.5);
+        random_array(&o, "logits", STAT, (size_t)N * E, 1, 0);
+        random_array(&o, "lse", STAT, N, 0.1, 2);
+        filled(&o, "moved", INTS, 2, 0);
+        plan_arrays(&o);
+        if (ordered) ints(&o, "order", permutation(E), E);
+        array(&o, "from", INTS, o.S_max);
+        array(&o, "p_offsets", INTS, E + 1);
+        array(&o, "p_row", INTS, o.S_max);
+        array(&o, "p_expert", INTS, o.S_max);
+        array(&o, "p_weight", STAT, o.S_max);
+        array(&o, "p_row_begin", INTS, o.part_rows + 1);
+        array(&o, "p_slot", INTS, o.S_max);
+        array(&o, "item", INTS, o.S_max);
+        array(&o, "item_row", INTS, (size_t)o.parts * o.part_rows);
+        array(&o, "item_begin", INTS, o.part_rows + 1);
+        array(&o, "item_at", INTS, (size_t)o.parts * o.part_rows);
+        array(&o, "item_count", INTS, o.parts);
+        if (plan == TOPK)
+            STEP(&o, plan_topk, "idx weight count > " LOOSE_PLAN);
+        else
+            STEP(&o, plan_select, "idx weight count logits lse > +moved " LOOSE_PLAN);
+        STEP(&o, plan_part, PLAN "order > from " PART);
+        STEP(&o, plan_items, PART "> item item_row item_begin item_at item_count");
+        snprintf(variant, sizeof variant, "%s-%d-of-%d-%d%s", plan_name[plan], o.part_rows, N,
+            o.parts, ordered ? "-ordered" : "");
+        diff_op(&o, variant);
+    }
+}
+
+enum { HALF_IN = 1, HALF_OUT = 2 };
+static DType row_type(const Backend *b, int half) { return half ? BF16 : b->act_type; }
+CALL(copy_rows) {
+    b->copy_rows(A(out), row_type(b, o->variant & HALF_OUT), A(to), A(in),
+        row_type(b, o->variant & HALF_IN), A(from), o->N, o->c.d_model);
+}
+CALL(sum_rows) {
+    b->sum_rows(A(out), A(in), row_type(b, o->variant & HALF_IN), A(begin), A(at), o->parts, o->N,
+        o->c.d_model);
+}
+static void diff_rows(const Shape *s) {
+    static const char *const type_name[] = {"act", "bf16-act", "act-bf16", "bf16"};
+    const int N = s->B * s->T, C = s->C, rows = N + 3;
+    for (int i = 0; i < 16; i++) {
+        const int given = i / 4; // 1: from, 2: to
+        char variant[40];
+        Op o = op_on(diff.dev, "rows", s->B, s->T, config(2, 1, C, 1, 1, 2, 1, 1, 1));
+        o.variant = i % 4;
+        random_array(&o, "in", o.variant & HALF_IN ? HALF : ACT, (size_t)rows * C, 1, 0);
+        double *from = given & 1 ? array(&o, "from", INTS, N) : NULL;
+        double *to = given & 2 ? array(&o, "to", INTS, N) : NULL;
+        const int *place = permutation(rows);
+        for (int n = 0; n < N && from; n++) from[n] = below(2) ? below(rows) : ~below(rows);
+        for (int n = 0; n < N && to; n++) to[n] = below(4) ? place[n] : -1 - below(5);
+        array(&o, "out", o.variant & HALF_OUT ? HALF : ACT, (size_t)rows * C);
+        STEP(&o, copy_rows, "in from to > out");
+        snprintf(variant, sizeof variant, "%s%s%s", type_name[o.variant], from ? "-from" : "",
+            to ? "-to" : "");
+        diff_op(&o, variant);
+    }
+    for (int i = 0; i < 8; i++) {
+        const int listed = i / 2 % 2, most = i / 4 ? 1 : 5;
+        char variant[40];
+        Op o = op_on(diff.dev, "sums", s->B, s->T, config(2, 1, C, 1, 1, 2, 1, 1, 1));
+        o.variant = i & HALF_IN, o.parts = most;
+        double *begin = listed ? array(&o, "begin", INTS, N + 1) : NULL;
+        for (int n = 0; n <= N && listed; n++) begin[n] = n ? begin[n - 1] + below(most + 1) : 0;
+        const int items = listed ? (int)begin[N] : 0, in = N * most;
+        double *at = listed ? array(&o, "at", INTS, items) : NULL;
+        for (int k = 0; k < items; k++) at[k] = below(in);
+        random_array(&o, "in", o.variant ? HALF : ACT, (size_t)in * C, 1, 0);
+        array(&o, "out", ACT, (size_t)N * C);
+        STEP(&o, sum_rows, "in begin at > out");
+        snprintf(variant, sizeof variant, "%s-%s-%d", o.variant ? "bf16" : "act",
+            listed ? "listed" : "parts", most);
+        diff_op(&o, variant);
+    }
+}
+
+CALL(plan_merge) {
+    Plan p = plan_on(o, a);
+    b->plan_merge(
+        &p, A(item), A(weight), A(source), A(start), A(base), A(which), o->sources, o->ld, SCRATCH);
+}
+CALL(plan_unmerge) {
+    const Plan p = plan_on(o, a);
+    b->plan_unmerge(A(back), A(values), &p, A(source), A(start), A(which), o->sources, o->ld);
+}
+CALL(scatter) {
+    const Plan p = plan_on(o, a);
+    b->scatter(A(scattered), A(values), A(index), &p);
+}
+enum { ITEMS = 1, WHICH = 2, NOTHING = 4 };
+/* Slots from n sources, each with E experts and rows of its own: of these each expert takes some, by
+   items or one row a slot. There are gaps everywhere; one source has nothing, the last experts
+   neither. */
+static void source_arrays(Op *o, const Shape *s, int n, int form) {
+    const int E = s->E, rows = 1 + s->B * s->T / n;
+    int at = 0, base = 0;
+    o->sources = n, o->ld = E + 1 + 2;
+    double *source = filled(o, "source", INTS, (size_t)n * o->ld, 0);
+    double *start = array(o, "start", INTS, n), *first = array(o, "base", INTS, n);
+    int *item = fresh((size_t)n * E * (rows + 1), sizeof(int));
+    for (int i = 0; i < n; i++) {
+        double *mine = source + (size_t)i * o->ld;
+        int k = 5 * i; // of its slots, the first that is not another's
+        start[i] = at - k;
+        first[i] = form & ITEMS ? base : base - k;
+        for (int e = 0; e < E; e++) {
+            mine[e] = k;
+            for (int r = 0; r < rows; r++) {
+                if (form & NOTHING || i % 3 == 1 || e >= s->few || below(3)) continue;
+                item[at++] = below(2) ? r : ~r;
+                k++;
+            }
+        }
+        mine[E] = k;
+        base += form & ITEMS ? rows : k - (int)mine[0];
+        if (i % 2) item[at++] = 0;
+    }
+    o->N = o->rows = base + 1; // the last row has no slot
+    o->S_max = at + 1;
+    item[at] = 0;
+    if (form & ITEMS) ints(o, "item", item, o->S_max);
+    random_array(o, "weight", STAT, o->S_max, 0.2, 0.5);
+    o->E = form & WHICH ? (E + 1) / 2 : E;
+    if (form & WHICH) ints(o, "which", permutation(E), o->E);
+    o->row_max = form & ITEMS ? o->E : 1;
+}
+static void diff_merge(const Shape *s) {
+    const int large = (double)s->B * s->T * s->C * s->I > 1e6 || s->B * s->T > 1000;
+    for (int i = 0; i < 10; i++) {
+        const int sources[] = {1, 2, 5}, n = sources[i % 3], C = s->C, I = s->I;
+        const int form = i < 8 ? i & (ITEMS | WHICH) : NOTHING | (i & 1 ? ITEMS : 0), add = i >= 5;
+        char variant[40];
+        if (large && i % 4 != 3) continue;
+        Op o = op_on(diff.dev, "merge", 1, 1, config(2, 1, C, 1, 1, 2, s->E, s->K, I));
+        source_arrays(&o, s, n, form);
+        o.gaps = 1, o.variant = add ? ADD : 0;
+        const size_t N = o.N, S = o.S_max;
+        plan_arrays(&o);
+        random_array(&o, "values", STAT, S, 1, 0);
+        array(&o, "back", STAT, S);
+        ints(&o, "index", permutation((int)S), S);
+        array(&o, "scattered", STAT, S);
+        input(&o, "dX", ACT, N * C, 1, 0, 0);
+        input(&o, "dW1", MATRIX, o.E * stride_of(&o, 2 * I, C), 1 / sqrt(C), 0, 1);
+        input(&o, "dW2", MATRIX, o.E * stride_of(&o, C, I), 1, 0, 1);
+        clear_gaps(&o, o.array[named(&o, "W1")].x, o.E, 2 * I, C);
+        clear_gaps(&o, o.array[named(&o, "W2")].x, o.E, C, I);
+        output(&o, "dout", ACT, N * C, 0);
+        array(&o, "dS", STAT, S);
+        array(&o, "H", ACT, S * 2 * I);
+        array(&o, "dH", ACT, S * 2 * I);
+        array(&o, "sA", ACT, S * I);
+        if (i % 2) array(&o, "A", ACT, S * I);
+        STEP(&o, plan_merge, "item weight source start base which > " LOOSE_PLAN);
+        STEP(&o, plan_unmerge, "values " PLAN "source start which > back");
+        STEP(&o, scatter, "values index " PLAN "> scattered");
+        STEP(&o, expert_up_forward, "X W1 " PLAN "> ~H ~A");
+        if (add) GLUE(&o, X_into_out, "");
+        STEP(&o, expert_down_forward, add ? "H A W2 " PLAN "> +out" : "H A W2 " PLAN "> out");
+        STEP(&o, expert_down_backward, "dout H W2 " PLAN "> ~dH ~sA ~dS +dW2");
+        if (add) GLUE(&o, dout_into_dX, "");
+        STEP(&o, expert_up_backward,
+            add ? "dH X W1 " PLAN "> +dX +dW1" : "dH X W1 " PLAN "> dX +dW1");
+        snprintf(variant, sizeof variant, "%d-%s%s%s%s", n, form & ITEMS ? "items" : "slots",
+            form & WHICH ? "-which" : "", form & NOTHING ? "-nothing" : "", add ? "-add" : "");
         diff_op(&o, variant);
     }
 }
@@ -677,21 +919,24 @@ static void diff_reduce_loss(const Shape *s) {
     }
 }
 
-/* The tensors of a model of this shape, with gaps between them, as the optimiser gets them. Returns
-   how many elements the arena has. */
-static size_t segment_array(Op *o, const Shape *s) {
+/* The tensors of a model of this shape, with gaps between them, as the optimiser gets them; or parts
+   of some of them, off every boundary. Returns how many elements the arena has. */
+static size_t segment_array(Op *o, const Shape *s, int parts) {
     TensorTable t;
     o->c = config(s->V, 1, s->C, s->heads, s->kv, s->hd, s->E, s->K, s->I);
     if (tensor_table_build(&t, &o->c, sizeof(float))) die(RUN_ERROR, "no memory");
     double *x = array(o, "segments", SEGMENTS, SEGMENT_VALUES * (size_t)t.count);
     for (int i = 0, at = 0; i < t.count; i++) {
         const Tensor *a = &t.tensor[i];
-        const double seg[SEGMENT_VALUES] = {(double)a->offset, (double)a->count, a->row->decay, at};
-        memcpy(x + (size_t)SEGMENT_VALUES * i, seg, sizeof seg);
-        at += (int)a->count + i % 3; // the moments have other places
+        const size_t cut = parts && a->count > 9 ? (size_t)(i % 5) : 0;
+        const double seg[SEGMENT_VALUES] = {
+            (double)(a->offset + cut), (double)(a->count - 2 * cut), a->row->decay, at};
+        if (parts && i % 3 == 2) continue;
+        memcpy(x + (size_t)SEGMENT_VALUES * o->segments++, seg, sizeof seg);
+        at += (int)seg[1] + i % 3; // the moments have other places
     }
     const size_t elements = t.elements;
-    o->segments = t.count;
+    o->array[named(o, "segments")].count = SEGMENT_VALUES * (size_t)o->segments;
     tensor_table_free(&t);
     return elements;
 }
@@ -708,21 +953,35 @@ CALL(grad_norm) {
 }
 static void diff_grad_norm(const Shape *s) {
     static const char *const form_name[] = {
-        "clipped", "not-clipped", "no-limit", "bad", "bad-before"};
-    const double max_norm[] = {0.5, 1e6, 0, 1, 1};
-    for (int form = 0; form < 5; form++) {
+        "clipped", "not-clipped", "no-limit", "parts", "bad", "bad-before", "finite-bad-before"};
+    const double max_norm[] = {0.5, 1e6, 0, 0.5, 1, 1, 0.5};
+    for (int form = 0; form < 7; form++) {
         Op o = op_on(diff.dev, "norm", s->B, s->T, shapeless);
-        gradient_array(&o, segment_array(&o, s));
+        gradient_array(&o, segment_array(&o, s, form == 3));
         o.optim.max_norm = max_norm[form];
         double *g = o.array[named(&o, "grads")].x;
         const double *seg = o.array[named(&o, "segments")].x;
-        if (form >= 3) {
+        if (form == 4 || form == 5) {
             const double *third = seg + 2 * SEGMENT_VALUES;
             g[(size_t)(third[0] + third[1]) - 1] = INFINITY;
             g[(size_t)third[SEGMENT_VALUES]] = NAN;
         }
-        state_array(&o, form == 4);
+        state_array(&o, form >= 5);
         STEP(&o, grad_norm, "grads segments > +state");
+        diff_op(&o, form_name[form]);
+    }
+}
+CALL(clip_norm) { b->clip_norm(A(state), o->optim.max_norm); }
+static void diff_clip_norm(const Shape *s) {
+    static const char *const form_name[] = {
+        "clipped", "not-clipped", "no-limit", "bad-elsewhere", "infinite", "bad-before"};
+    const double max_norm[] = {0.5, 1e6, 0, 1, 1, 1};
+    const double square[] = {13, 13, 13, NAN, INFINITY, NAN};
+    for (int form = 0; form < 6; form++) {
+        Op o = op_on(diff.dev, "clip", s->B, s->T, shapeless);
+        o.optim.max_norm = max_norm[form];
+        state_array(&o, form == 5)[4] = square[form];
+        STEP(&o, clip_norm, "> +state");
         diff_op(&o, form_name[form]);
     }
 }
@@ -730,20 +989,24 @@ CALL(update) {
     b->update(A(params), A(grads), A(m), A(v), A(segments), o->segments, A(state), o->optim);
 }
 static void diff_update(const Shape *s) {
-    static const char *const form_name[] = {"adamw", "sgd", "adamw-bad", "sgd-bad"};
-    for (int form = 0; form < 4; form++) {
+    static const char *const form_name[] = {
+        "adamw", "sgd", "adamw-bad", "sgd-bad", "adamw-parts", "sgd-parts"};
+    for (int form = 0; form < 6; form++) {
         Op o = op_on(diff.dev, "update", s->B, s->T, shapeless);
-        const size_t n = segment_array(&o, s);
+        const size_t n = segment_array(&o, s, form >= 4);
+        const double *last =
+            o.array[named(&o, "segments")].x + (size_t)SEGMENT_VALUES * (o.segments - 1);
+        const size_t moments = (size_t)(last[1] + last[3]);
         const OptimConfig optim = {0.9, 0.95, 1e-3, 0.3, 1, form & 1};
         o.optim = optim;
         gradient_array(&o, n);
         random_array(&o, "params", PARAM, n, 1, 0);
         if (!optim.sgd) {
-            random_array(&o, "m", GRAD, n, 0.3, 0);
-            double *v = random_array(&o, "v", GRAD, n, 0.3, 0);
-            for (size_t i = 0; i < n; i++) v[i] = fabs(v[i]);
+            random_array(&o, "m", GRAD, moments, 0.3, 0);
+            double *v = random_array(&o, "v", GRAD, moments, 0.3, 0);
+            for (size_t i = 0; i < moments; i++) v[i] = fabs(v[i]);
         }
-        state_array(&o, form >= 2);
+        state_array(&o, form == 2 || form == 3);
         STEP(&o, update, "grads segments state > +params +m +v");
         diff_op(&o, form_name[form]);
     }
@@ -773,13 +1036,19 @@ static const struct {
     {" add ", diff_add},
     {" linear_forward linear_backward ", diff_linear},
     {" qk_rope_forward qk_rope_backward attention_forward attention_backward ", diff_attention},
-    {" router_forward router_backward plan_topk ", diff_router},
+    {" router_forward router_balance router_backward plan_topk ", diff_router},
     {" plan_select ", diff_select},
+    {" plan_part plan_items ", diff_parts},
+    {" copy_rows sum_rows ", diff_rows},
+    {" plan_merge plan_unmerge scatter "
+     "expert_up_forward expert_down_forward expert_down_backward expert_up_backward ",
+        diff_merge},
     {" expert_up_forward expert_down_forward expert_down_backward expert_up_backward ",
         diff_experts},
     {" classifier ", diff_classifier},
     {" reduce_loss ", diff_reduce_loss},
     {" grad_norm ", diff_grad_norm},
+    {" clip_norm ", diff_clip_norm},
     {" update ", diff_update},
     {" update_bias ", diff_update_bias},
 };

@@ -15,6 +15,7 @@
      reference   values known from elsewhere: worked examples, the textbook optimisers
      options     every option together with every other one; select, bias, upcycle: capacity and
                  token rounding, the selection bias, a dense model made into experts
+     ranks       plans, rows and sums that travel between ranks; two halves are the whole
      same        bits that must not change: threads, batch, cache, recomputation, poisoned memory
      routing     NaN and Inf, ties, experts without a token, the plan
      gemm        matrix products and the elementary functions
@@ -26,8 +27,8 @@
    gives it, so that the address sanitizer sees a step beyond. Random numbers come from counters.
 
    The operations are checked in test_ops.h, where reporting and the error measures are too, and
-   one at a time in test_diff.h; the options of a model in test_options.h. To add a check, write a
-   function and enter it in main. */
+   one at a time in test_diff.h; the options of a model in test_options.h, what happens between ranks
+   in test_exchange.h. To add a check, write a function and enter it in main. */
 #include "test_ops.h"
 
 // -------------------------------------------------------------------------------------------------
@@ -704,6 +705,7 @@ static void test_variants(int which) {
     for (int v = 0; v < 4; v++) model_free(&m[v]);
 }
 
+#include "test_exchange.h"
 #include "test_options.h"
 
 // A row adds its experts in the order of their ids: all at once = one after the other.
@@ -763,7 +765,7 @@ static void test_choices(void) {
         }
         if (!begin("routing/%s-ties", kind_name[kind])) continue;
         const double some[6] = {0, 1, 0, 1, 1, 0}, one = 1;
-        const Router small = {kind, 1, 1, 6, K, 1, 0, 0, 1, 0};
+        const Router small = {kind, 1, 1, 6, K, 1, 0, 0, 1, 0, 0};
         for (int threads = 1; threads < 4; threads++) {
             set_threads(threads);
             const Routed o = route(normals(N * C, 1, 0), zero, NULL, r, NULL, 0);
@@ -1370,6 +1372,7 @@ int main(int argc, char **argv) {
     test_micro_batches(backend_f64(), 1e-14);
     for (int i = 0; i < MODELS; i++) test_variants(i);
     test_all_options();
+    test_between_ranks();
     test_expert_order();
     test_choices();
     test_plan();

@@ -170,12 +170,13 @@ static double gradient_error(
 
 /* What an array holds. A backend stores each kind in a type of its own; here every value is a
    double, whole numbers too. A StepState counts as STATE_VALUES numbers, a Segment as
-   SEGMENT_VALUES. */
-typedef enum { ACT, MATRIX, PARAM, GRAD, STAT, INTS, STATE, SEGMENTS } Kind;
+   SEGMENT_VALUES. HALF: BF16 on every backend. */
+typedef enum { ACT, MATRIX, HALF, PARAM, GRAD, STAT, INTS, STATE, SEGMENTS } Kind;
 enum { STATE_VALUES = 10, SEGMENT_VALUES = 4 };
 
 static DType type_of(const Backend *b, Kind k) {
-    const DType types[] = {b->act_type, b->mat_type, b->param_type, b->grad_type, b->stat_type};
+    const DType types[] = {
+        b->act_type, b->mat_type, BF16, b->param_type, b->grad_type, b->stat_type};
     return k <= STAT ? types[k] : F64;
 }
 static size_t bytes_of(const Backend *b, Kind k, size_t n) {
@@ -252,7 +253,7 @@ static int unwritten(Kind k, double x) { return k == INTS ? x == -1 : isnan(x); 
      ?name     written, but its values are not compared
      name=x    lies in the memory of x, which the step reads
    A word that the operation has no array for is left out: its pointer is NULL. */
-enum { MAX_ARRAYS = 32, MAX_STEPS = 8, MAX_IO = 4 };
+enum { MAX_ARRAYS = 32, MAX_STEPS = 9, MAX_IO = 4 };
 typedef struct Op Op;
 typedef void Call(const Op *o, const Backend *b, void *const *a); // a[i]: array i; then scratch
 typedef void Glue(const Op *o, double **v);                       // v[i]: values of array i
@@ -278,6 +279,9 @@ struct Op {
     const Backend *dev; // values of inputs are those that it can hold
     Config c;           // sizes: an operation reads those that it needs
     int B, T, N, variant, cache_len, S_max, row_max, gaps, segments, given;
+    // a plan: its rows beyond B*T, experts (0: c.n_experts); of a part: first row, rows, groups; of a
+    // merged one: sources, and from the offsets of one to those of the next
+    int rows, E, first, part_rows, parts, sources, ld;
     double scale;
     Router router;
     OptimConfig optim;
@@ -499,7 +503,7 @@ static int holds(const Backend *b, Kind k, const void *p, const double *x, size_
    must be as it was. */
 static void run_step(
     const Op *o, const Step *s, const Backend *b, double *const *v, int inspect, Ran *r) {
-    const ScratchShape shape = {o->B, o->T, o->cache_len, o->S_max, 1, 0};
+    const ScratchShape shape = {o->B, o->T, o->cache_len, o->S_max, 1, o->rows};
     void *a[MAX_ARRAYS + 1] = {0};
     int written[MAX_ARRAYS] = {0};
     Held held[MAX_ARRAYS + 1] = {{0}};
@@ -825,8 +829,8 @@ static void identity_arrays(Op *o) { // one expert, slot s is row s
     offsets[0] = 0, offsets[1] = o->N;
 }
 static Plan plan_on(const Op *o, void *const *a) {
-    Plan p = {o->N, o->c.n_experts, o->S_max, o->row_max, A(offsets), A(row), A(expert),
-        A(slot_weight), A(row_begin), A(slot)};
+    Plan p = {o->N, o->E ? o->E : o->c.n_experts, o->S_max, o->row_max, A(offsets), A(row),
+        A(expert), A(slot_weight), A(row_begin), A(slot)};
     return p;
 }
 CALL(plan_topk) {
@@ -862,8 +866,11 @@ static void reorder(
 
 CALL(router_forward) {
     b->router_forward(A(logits), A(lse), A(idx), A(weight), A(count), A(loss_sum), A(count_sum),
-        NULL, A(X), matrix(o, b, A(Wr), PARAM, 1, o->c.n_experts, o->c.d_model), A(bias), o->router,
-        o->given, A(state), 5, SCRATCH);
+        A(sums), A(X), matrix(o, b, A(Wr), PARAM, 1, o->c.n_experts, o->c.d_model), A(bias),
+        o->router, o->given, A(state), 5, SCRATCH);
+}
+CALL(router_balance) {
+    b->router_balance(A(all_loss_sum), A(all_count_sum), A(count), A(sums), o->router);
 }
 CALL(router_backward) {
     const Plan p = plan_on(o, a);
@@ -878,9 +885,9 @@ GLUE_FN(losses_apart) {
 GLUE_FN(dS) { reorder(o, v, "dS", "dweight", 1); }
 /* A router. The choice may be given: it need not be the best for the formulas to hold. `few`: the
    experts that are given tokens. totals: of a step, or of an evaluation, which counts nothing.
-   select: the plan drops or adds slots. */
+   select: the plan drops or adds slots. all: rows over all ranks; sums: what these add up. */
 typedef struct RouterCase {
-    int N, C, E, K, few, kind, renorm, given, select, limit, tile;
+    int N, C, E, K, few, kind, renorm, given, select, limit, tile, all, sums;
     double aux, z, scale; // scale: of its matrix
     enum { LOSSES, ALL_TOTALS, NO_TOTALS } totals;
 } RouterCase;
@@ -898,8 +905,8 @@ static int most_slots(int N, int E, int K, int tile) {
 static Op router_op(const Backend *dev, const char *name, RouterCase x) {
     const int N = x.N, C = x.C, E = x.E, K = x.K;
     Op o = op_on(dev, name, 1, N, config(2, 1, C, 1, 1, 2, E, K, 1));
-    const Router r = {
-        x.kind, N, C, E, K, x.renorm, (float)x.aux, (float)x.z, x.select ? x.limit : N, x.tile, 0};
+    const Router r = {x.kind, N, C, E, K, x.renorm, (float)x.aux, (float)x.z,
+        x.select ? x.limit : N, x.tile, x.all};
     o.router = r;
     o.given = x.given;
     if (x.select) o.S_max = most_slots(N, E, K, x.tile), o.row_max = E;
@@ -916,6 +923,11 @@ static Op router_op(const Backend *dev, const char *name, RouterCase x) {
     array(&o, "lse", STAT, N);
     if (x.totals != NO_TOTALS) filled(&o, "loss_sum", STAT, 2, x.totals == ALL_TOTALS ? 0.5 : 0);
     if (x.totals == ALL_TOTALS) filled(&o, "count_sum", INTS, E, 3);
+    if (x.sums) {
+        array(&o, "sums", STAT, E + 1);
+        filled(&o, "all_loss_sum", STAT, 2, 0.25);
+        filled(&o, "all_count_sum", INTS, E, 2);
+    }
     filled(&o, "state", STATE, STATE_VALUES, 0);
     plan_arrays(&o);
     if (x.select) filled(&o, "moved", INTS, 2, 1);
@@ -924,10 +936,11 @@ static Op router_op(const Backend *dev, const char *name, RouterCase x) {
     else
         array(&o, "dS", STAT, o.S_max);
     STEP(&o, router_forward,
-        x.given ? "X Wr bias > logits lse +idx weight count +loss_sum +count_sum +state"
-                : "X Wr bias > logits lse idx weight count +loss_sum +count_sum +state");
+        x.given ? "X Wr bias > logits lse +idx weight count +loss_sum +count_sum sums +state"
+                : "X Wr bias > logits lse idx weight count +loss_sum +count_sum sums +state");
     if (x.totals != NO_TOTALS) GLUE(&o, losses_apart, "");
     o.forward = o.steps;
+    if (x.sums) STEP(&o, router_balance, "count sums > +all_loss_sum +all_count_sum");
     if (x.select) {
         STEP(&o, plan_select, "idx weight count logits lse > +moved " LOOSE_PLAN);
     } else {
