@@ -734,6 +734,8 @@ extern const Backend *backend_emulated(DType type, const char **why);
    computes of a row depends on the rows beside it. Returns 0, with one line in *why, where there is
    no cuBLAS. */
 extern int cuda_dense_cublas(int on, const char **why);
+// Which of this machine's GPUs backend_cuda opens, counted round: ranks of one machine share them out.
+extern void cuda_prefer(int number);
 #ifdef __cplusplus
 }
 #endif

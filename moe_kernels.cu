@@ -3598,12 +3598,20 @@ static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
     return round_up(most, ARENA_ALIGN);
 }
 
+#ifndef CUDA_CPU_H
+static int preferred = -1;
+extern "C" void cuda_prefer(int number) { preferred = number; }
+#endif
+
 // NULL, with the reason in *why, where there is no device.
 static int open_device(const char **why) {
     static char reason[256];
     int id = 0, n = 0;
     if (device.ready) return 1;
     cudaError_t e = cudaGetDeviceCount(&n);
+#ifndef CUDA_CPU_H
+    if (e == cudaSuccess && n > 0 && preferred >= 0) e = cudaSetDevice(preferred % n);
+#endif
     if (e == cudaSuccess && n > 0) e = cudaGetDevice(&id);
     if (e == cudaSuccess && n > 0)
         e = cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, id);
@@ -3626,6 +3634,11 @@ template <class T> static Backend table(const char *name) {
     b.param_type = b.grad_type = b.stat_type = F32;
     b.param_size = b.grad_size = b.stat_size = sizeof(float);
     b.keeps_A = 1;
+#ifdef CUDA_CPU_H
+    b.apart = 1;
+#else
+    b.apart = 2;
+#endif
     b.stream = device.stream;
     b.alloc = device_alloc, b.release = device_release;
     b.to_device = to_device, b.to_host = to_host;

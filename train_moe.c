@@ -894,6 +894,9 @@ int main(int argc, char **argv) {
     if (world.size > 1 && c->bit != TRAIN)
         die(USER_ERROR, "%s: expected one rank, found %d: only train runs on several", c->name,
             world.size);
+#ifdef HAVE_CUDA
+    if (world.size > 1) cuda_prefer(comm_local_rank());
+#endif
     set_threads(world.size > 1 && !o.threads ? ranks_threads(&world) : o.threads);
     if (c->bit != TOKENIZE && !o.has_resume) backend_of(&o); // a device that is not there: at once
     switch (c->bit) {

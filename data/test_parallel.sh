@@ -28,8 +28,8 @@ every 1
 for n in 2 4; do every $n; done
 every 3 dense
 if [ "${EMULATED:-}" ]; then # the kernels, two ranks, both types
-    every 2 --device fp32 emulated/
-    every 2 --device bf16 emulated/
+    every 2 --device fp32
+    every 2 --device bf16
 fi
 
 # ---- whole runs ----------------------------------------------------------------------------------
