@@ -25,6 +25,7 @@ PCRE2    ?= 1# the same
 MPI      ?= 1# the same: ranks; found through mpicc, whose flags go to CC
 CUDA     ?=# 1: CUDA kernels, wherever nvcc is; 0: none; otherwise where there is a GPU too
 CUBLAS   ?= 1# 0: without it, even where it is there
+NCCL     ?= 1# 0: without it: ranks with GPUs then speak through host memory
 CUDA_ARCH ?=# "80 90": for these; otherwise for the GPUs here, else sm_80, sm_90 and nvcc's newest
 NVCC     ?=# nvcc, where it is neither in the PATH nor in /usr/local/cuda/bin
 NVCCFLAGS ?= -O3 -lineinfo
@@ -72,7 +73,7 @@ NAME   := $(NAME)$(if $(call on,$(SAN)),-san)$(if $(call on,$(PORTABLE)),-portab
 NAME   := $(NAME)$(if $(call off,$(OPENMP)),-no-openmp)$(if $(call off,$(PCRE2)),-no-pcre2)
 NAME   := $(NAME)$(if $(call off,$(MPI)),-no-mpi)
 NAME   := $(NAME)$(if $(CUDA),$(if $(call on,$(CUDA)),-cuda,-no-cuda))
-NAME   := $(NAME)$(if $(call off,$(CUBLAS)),-no-cublas)
+NAME   := $(NAME)$(if $(call off,$(CUBLAS)),-no-cublas)$(if $(call off,$(NCCL)),-no-nccl)
 NAME   := $(NAME)$(if $(CUSTOM),-$(firstword $(shell printf '%s' '$(CUSTOM)' | cksum)))
 B      := build/$(NAME)
 E      := $(B)-emulated
@@ -127,7 +128,13 @@ PROBES = tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	    $(CXX) "$$tmp/probe.o" -o "$$tmp/probe" $(LDFLAGS) $$cudalib -lcublas >/dev/null 2>&1 && \
 	    for l in $$cudalib; do \
 	        case $$l in */stubs) ;; -L*) cublaslib="$$cublaslib -Wl,-rpath,$${l$(hash)-L}" ;; esac; \
-	    done; }
+	    done; }; \
+	nccl() { [ '$(call on,$(NCCL))' ] && [ "$$mpi_l" ] && { echo '$(hash)include <nccl.h>'; \
+	        echo 'int main() { int v; return ncclGetVersion(&v); }'; } >"$$tmp/probe.cu" && \
+	    "$$1" -std=c++17 -c "$$tmp/probe.cu" -o "$$tmp/probe.o" >/dev/null 2>&1 && \
+	    $(CXX) "$$tmp/probe.o" -o "$$tmp/probe" $(LDFLAGS) $$cudalib -lnccl >/dev/null 2>&1 && \
+	    nccllib="-lnccl$$(for l in $$cudalib; do \
+	        case $$l in */stubs) ;; -L*) printf ' -Wl,-rpath,%s' "$${l$(hash)-L}" ;; esac; done)"; }
 
 # CUDA is built in where it can run, for nvcc takes long. Asked for and impossible is an error; found,
 # but of no use here, is said. Sanitizers and a GPU's driver want the same addresses: only if asked.
@@ -148,6 +155,7 @@ CONFIGURE_CUDA = gpus=; nvcc=; \
 	    sms=$$(echo $$sms); cudasaid="on (sm_$$(echo $$sms | sed 's/ /, sm_/g'))"; \
 	    cublas "$$nvcc" && cudasaid="$$cudasaid, cuBLAS on" && cublas=1 || \
 	        cudasaid="$$cudasaid, cuBLAS off"; \
+	    nccl "$$nvcc" && cudasaid="$$cudasaid, NCCL on" || cudasaid="$$cudasaid, NCCL off"; \
 	else \
 	    forced "$$nvcc and $(CXX) cannot compile and link a program for sm_$${sms%% *}"; \
 	    cudasaid="off ($$nvcc and $(CXX) make no program)"; sms=; \
@@ -169,8 +177,8 @@ $(CONFIG): Makefile
 	omp=; openmp && omp=-fopenmp; \
 	pcre=; [ '$(call on,$(PCRE2))' ] && pcre2 && pcre=-lpcre2-8; \
 	cxx=; cxx $$omp && cxx=1; \
-	sms=; cudalib=; cublas=; cublaslib=; cudasaid=off; $(CONFIGURE_CUDA); \
 	mpi_c=; mpi_l=; mpi && mpi_c=$$(echo $$(mpi_cflags)) && mpi_l=$$(echo $$(mpi_libs)); \
+	sms=; cudalib=; cublas=; cublaslib=; nccllib=; cudasaid=off; $(CONFIGURE_CUDA); \
 	{ echo "TARGET := $$($(CC) -dumpmachine)"; \
 	  echo "ARCH := $$arch"; \
 	  echo "OMP := $${omp:--Wno-unknown-pragmas}"; \
@@ -184,6 +192,7 @@ $(CONFIG): Makefile
 	  echo "CUDA_NVCC := $$nvcc"; \
 	  echo "CUDA_LIBS := $$cudalib$$cublaslib"; \
 	  echo "CUBLAS_WORKS := $$cublas"; \
+	  echo "NCCL_LIBS := $$nccllib"; \
 	  echo "FOUND += PCRE2 $$([ "$$pcre" ] && echo on || \
 	      echo 'off (no vocabularies with merges)')\$$(comma)"; \
 	  echo "FOUND += C++ $$([ "$$cxx" ] && echo on || echo 'off (no emulated device)')\$$(comma)"; \
@@ -217,11 +226,18 @@ endif
 # The devices besides the CPU: which a program has, its commands.h must know. (The environment has no
 # say in it: the tests have an EMULATED there.)
 CUDA_OBJECT :=
+NCCL_OBJECT :=
 EMULATED    :=
 ifneq ($(CUDA_SMS),)
 CUDA_DIR    := build/cuda-$(subst $(space),-,$(CUDA_SMS))$(if $(CUBLAS_WORKS),,-no-cublas)
 CUDA_OBJECT := $(CUDA_DIR)/moe_kernels.o
 $(B)/train_moe.o $(E)/train_moe.o $(B)/test_moe.o: DEFINES += -DHAVE_CUDA
+endif
+# Ranks with a GPU each: train_moe.o makes the calls, comm_nccl.o has the one kernel.
+ifneq ($(NCCL_LIBS),)
+NCCL_OBJECT := $(CUDA_DIR)/comm_nccl.o
+$(B)/train_moe.o $(E)/train_moe.o: DEFINES += -DUSE_NCCL -isystem $(dir $(CUDA_NVCC))../include
+$(B)/train_moe $(E)/train_moe: LIBS += $(NCCL_LIBS)
 endif
 ifneq ($(CXX_WORKS),)
 EMULATED := $(B)/moe_emulated.o
@@ -239,7 +255,7 @@ all: programs $(ROOT)
 programs: $(PROGRAMS)
 	@echo "$(B): $(strip $(CC) $(ARCH) $(MODE)), $(FOUND)"
 
-$(B)/train_moe: $(B)/train_moe.o $(CPU) $(CUDA_OBJECT)
+$(B)/train_moe: $(B)/train_moe.o $(CPU) $(CUDA_OBJECT) $(NCCL_OBJECT)
 	$(LINK)
 # The tests measure against moe_f64.o, the same backend in double precision. test_moe diff --with
 # compiles a file of its own as moe_cpu.c or moe_kernels.cu is compiled, and loads it.
@@ -301,7 +317,7 @@ $(B)/test_emulated: $(B)/test_emulated.o
 $(E)/train_moe.o: train_moe.c $(CONFIG)
 	@mkdir -p $(@D)
 	$(COMPILE) $(DISPATCH) -c $< -o $@
-$(E)/train_moe: $(E)/train_moe.o $(CPU) $(CUDA_OBJECT) $(EMULATED)
+$(E)/train_moe: $(E)/train_moe.o $(CPU) $(CUDA_OBJECT) $(EMULATED) $(NCCL_OBJECT)
 	$(LINK)
 emulated: $(if $(EMULATED),$(E)/train_moe)
 	@[ '$(EMULATED)' ] || { echo 'emulated: $(CXX) compiles no C++17 here (or sed knows no -z):' \
@@ -342,6 +358,12 @@ $(CUDA_OBJECT): moe_kernels.cu $(CUDA_DIR)/command
 	@cd $(@D) && rm -f *.ii *.cudafe* *.gpu *.stub.c *.reg.c *.module_id *.fatbin* *.cubin *.c
 endif
 
+ifneq ($(NCCL_OBJECT),)
+$(NCCL_OBJECT): comm_nccl.cu $(CUDA_DIR)/command
+	$(filter-out -Xptxas -v --keep --keep-dir $(CUDA_DIR),$(NVCC_COMPILE)) $(MPI_CFLAGS) \
+	    -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+endif
+
 kernel-report:
 	@$(MAKE) CUDA=1 kernel-report-run
 kernel-report-run: $(CUDA_OBJECT)
@@ -357,7 +379,7 @@ gpu-check-run: $(B)/train_moe $(B)/test_moe
 train_moe $(TESTS): %: FORCE $(B)/%
 	@[ "$$(readlink $@)" = $(B)/$@ ] || ln -sfn $(B)/$@ $@
 
--include $(wildcard $(B)/*.d $(E)/*.d $(M)/*.d $(CUDA_OBJECT:.o=.d))
+-include $(wildcard $(B)/*.d $(E)/*.d $(M)/*.d $(CUDA_OBJECT:.o=.d) $(NCCL_OBJECT:.o=.d))
 
 # ---- the two commands ----------------------------------------------------------------------------
 # Each in two parts: the second make starts when the libraries are there, and probes for them.
@@ -514,5 +536,5 @@ help:
 	@echo 'make format       clang-format on every source'
 	@echo 'make clean        remove what was built (never out/ or data/text/)'
 	@echo 'settings: CC=clang  CFLAGS=-O2  SAN=1 (sanitizers)  PORTABLE=1 (no -march=native)'
-	@echo '          OPENMP=0  PCRE2=0  MPI=0  CUDA=1 or 0  CUBLAS=0  CUDA_ARCH="80 90"  NVCC=/path/nvcc'
+	@echo '          OPENMP=0  PCRE2=0  MPI=0  CUDA=1 or 0  CUBLAS=0  NCCL=0  CUDA_ARCH="80 90"  NVCC=/path/nvcc'
 	@echo '          CXX=clang++'

@@ -124,7 +124,6 @@ forgotten() {
 check parallel/forgotten_layout forgotten
 
 # ---- signals and failures ------------------------------------------------------------------------
-of_run() { pgrep -f -- "$PWD/rank_train .*--out $1( |\$)"; }
 logged() { [ -f "$1/metrics.jsonl" ] && [ "$(wc -l <"$1/metrics.jsonl")" -ge "$2" ]; }
 start() { # a long run of three ranks in the background
     cp "$TRAIN" rank_train
@@ -138,13 +137,13 @@ ended() { # STATUS SECONDS
     wait "$job" || status=$?
     [[ $status =~ ^($1)$ ]] || no "exit status $status, expected $1: $(reason)"
     [ $((SECONDS - began)) -le "$2" ] || no "it took $((SECONDS - began)) seconds"
-    ! pgrep -f "$PWD/rank_train" >/dev/null || { sleep 2; ! pgrep -f "$PWD/rank_train"; } ||
+    ! pgrep -x rank_train >/dev/null || { sleep 2; ! pgrep -x rank_train; } ||
         no "a rank is still there"
 }
 terminated() { # one rank gets the signal, all save the same step
     local step
     start --zero 1
-    kill -TERM "$(of_run o | sed -n "$1p")"
+    kill -TERM "$(pgrep -x rank_train | sed -n "$1p")"
     ended 0 20
     said '^stopped at step [0-9]+ and saved it; to go on: train_moe --resume o' stdout
     step=$(sed -nE 's/^stopped at step ([0-9]+) .*/\1/p' stdout)
@@ -156,7 +155,7 @@ terminated() { # one rank gets the signal, all save the same step
 for i in 1 2 3; do check parallel/sigterm_$i terminated $i; done
 killed() { # the others end; what was saved is whole
     start
-    kill -KILL "$(of_run o | sed -n "$1p")"
+    kill -KILL "$(pgrep -x rank_train | sed -n "$1p")"
     ended '[1-9][0-9]*' 20
     complete o/latest
     run 0 "$TRAIN" eval --model o/latest --input "$work/text" --eval-batches 1
@@ -172,7 +171,7 @@ once() { # PATTERN: one error line, by one of the ranks
 cannot_open() { # only one of the ranks lacks its file
     run 2 timeout 30 mpirun -n 2 "$TRAIN" "${flags[@]}" --steps 2 --out o : \
         -n 1 "$TRAIN" "${flags[@]/$work\/text/missing}" --steps 2 --out o
-    once 'error: --input: missing'
+    once 'error: --input missing: '
     [ ! -e o/latest ] || no "they trained"
 }
 check parallel/cannot_open cannot_open
