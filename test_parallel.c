@@ -28,7 +28,7 @@ typedef struct Case {
     const char *name;
     Config c;
     double aux, z, capacity, bias_rate;
-    int tile, recompute, sgd;
+    int tile, recompute, sgd, few; // few: all tokens choose the first experts
 } Case;
 
 static Config shape(int E, int K) {
@@ -50,9 +50,9 @@ static Config shape(int E, int K) {
     return c;
 }
 
-enum { CASES = 7 };
+enum { CASES = 8 };
 static Case case_of(int i) {
-    Case x = {"softmax", shape(8, 2), 0.02, 0.003, 1e9, 0, 0, 0, 0};
+    Case x = {"softmax", shape(8, 2), 0.02, 0.003, 1e9, 0, 0, 0, 0, 0};
     switch (i) {
     case 1: // everything at once
         x.name = "sigmoid", x.c = shape(8, 3), x.bias_rate = 0.01, x.recompute = 2;
@@ -62,6 +62,9 @@ static Case case_of(int i) {
     case 3: x.name = "capacity", x.capacity = 0.8; break;
     case 4: x.name = "rounding", x.tile = 8; break;
     case 5: x.name = "all-experts", x.c = shape(4, 4), x.recompute = 1; break;
+    case 7: // ranks whose experts get no token
+        x.name = "empty", x.c.router = ROUTER_SIGMOID, x.few = 2;
+        break;
     case 6: x.name = "sgd", x.c.norm_topk = 0, x.sgd = 1; break;
     }
     return x;
@@ -120,6 +123,11 @@ static void open_model(Model *m, const Case *x, const Parallel *par, const Backe
     model_build(m, &x->c, b, s, NULL);
     m->aux_coef = x->aux, m->z_coef = x->z, m->capacity = x->capacity, m->bias_rate = x->bias_rate;
     model_init(m, 3);
+    for (int l = 0; l < x->c.n_layers && x->few; l++) {
+        double bias[8];
+        for (int e = 0; e < 8; e++) bias[e] = e < x->few ? 9 : 0;
+        host_to(b, b->stat_type, m->layer[l].bias, bias, 8);
+    }
 }
 
 static double mean_aux(const Model *m) {
@@ -167,6 +175,12 @@ static void run(Trace *t, const Case *x, const Parallel *par, const Backend *b, 
         if (s >= STEPS) continue;
         t->loss[s] = st.loss, t->norm[s] = st.grad_norm, t->aux[s] = mean_aux(&t->m);
         check(!st.bad, "step %d was bad: %d", s, st.bad);
+        for (int l = 0; l < x->c.n_layers && x->few; l++) {
+            int load[8];
+            t->m.b->to_host(load, t->m.layer[l].count_sum, sizeof load);
+            check(load[0] == MICRO * B_ALL * x->c.seq_len && !load[7],
+                "experts beyond %d get tokens", x->few);
+        }
     }
 }
 static void close_run(Trace *t) {
@@ -402,7 +416,7 @@ static void uniform(Model *m, int N, int trial) {
    rows are those that the formula expects. */
 static void test_traffic(int ep, Way way, int bf16, int chunk, double *rows_of_way) {
     enum { TRIALS = 100 };
-    Case x = {"traffic", shape(16, 4), 0.02, 0.003, 1e9, 0, 0, 0, 0};
+    Case x = {"traffic", shape(16, 4), 0.02, 0.003, 1e9, 0, 0, 0, 0, 0};
     const Layout y = {ep, 0, bf16, chunk, 1, way};
     const OptimConfig o = {0.9, 0.95, 1e-8, 0.1, 1, 0};
     Parallel par;

@@ -42,6 +42,11 @@ ranks() { # STATUS RANKS ARG...
     shift 2
     run "$want" timeout 100 mpirun -n "$n" "$TRAIN" "$@"
 }
+once() { # PATTERN: one error line, by one of the ranks
+    [ "$(grep -c '^train_moe: error: ' stderr)" = 1 ] ||
+        no "$(grep -c '^train_moe: error: ' stderr) ranks said: $(grep -m 1 error: stderr)"
+    said "$1"
+}
 column() { sed -nE "s/.*\"$2\":([0-9.e+-]+)[,}].*/\1/p" "$1/metrics.jsonl"; }
 near() { # RUN RUN: every loss, norm, balance loss and validation loss
     local key
@@ -114,6 +119,33 @@ more_ranks() { # of a run that one rank began
     near "$work/alone" o
 }
 check parallel/resumed_from_1 more_ranks
+# Another placement after every checkpoint: the training stays what it was.
+placements() {
+    local i
+    alone
+    for i in 1 2; do
+        awk -v turn=$i 'BEGIN {
+            printf "{\"experts\": 8, \"ranks\": 2, \"layers\": ["
+            for (l = 0; l < 2; l++) {
+                printf "%s{\"layer\": %d, \"ranks\": [[", l ? ", " : "", l
+                for (k = 0; k < 8; k++)
+                    printf "%s%d", k == 4 ? "], [" : k ? ", " : "", (3 * k + turn * (l + 1)) % 8
+                printf "]]}"
+            }
+            print "]}"
+        }' >placed.$i
+    done
+    ranks 0 4 "${flags[@]}" --steps 12 --save-every 4 --keep 0 --out o --ep 2 --placement placed.1
+    near "$work/alone" o
+    rm -r o/step_00000008 o/step_00000012
+    for i in latest best; do ln -sfn step_00000004 o/$i; done
+    ranks 0 4 --resume o --placement placed.2
+    near "$work/alone" o
+    grep -q '"placement": "placed.2"' o/latest/trainer.json || no "the placement is not kept"
+    ranks 2 4 --resume o --steps 14 --ep 4
+    once 'placement: placed.2: .*2.*4|4.*2'
+}
+check parallel/placements placements
 # A layout that was kept and does not fit any more is not in the way.
 forgotten() {
     ranks 0 4 "${flags[@]}" --steps 2 --out o --ep 4 --zero 1
@@ -163,11 +195,6 @@ killed() { # the others end; what was saved is whole
 check parallel/killed_1 killed 1
 check parallel/killed_3 killed 3
 
-once() { # PATTERN: one error line, by one of the ranks
-    [ "$(grep -c '^train_moe: error: ' stderr)" = 1 ] ||
-        no "$(grep -c '^train_moe: error: ' stderr) ranks said: $(grep -m 1 error: stderr)"
-    said "$1"
-}
 cannot_open() { # only one of the ranks lacks its file
     run 2 timeout 30 mpirun -n 2 "$TRAIN" "${flags[@]}" --steps 2 --out o : \
         -n 1 "$TRAIN" "${flags[@]/$work\/text/missing}" --steps 2 --out o
