@@ -49,7 +49,7 @@ typedef struct Options {
     int batch, schedule, optimizer;
     int64_t total_batch, steps, warmup;
     double lr, min_lr, weight_decay, beta1, beta2, grad_clip;
-    int64_t eval_every, eval_batches, sample_every, save_every, keep, log_every;
+    int64_t eval_every, eval_batches, sample_every, save_every, keep, log_every, routing_every;
     int device, dtype, dense, recompute, threads, profile;
     int64_t seed;
     // generation

@@ -128,6 +128,8 @@ static const Flag flags[] = {
         "steps between lines on the screen; 0 = none"},
     {"device", CHOICE, AT(device), 0, 0, TRAIN | GENERATE | EVAL | INFO | BENCH | ANEW,
         "cpu|cuda|emulated what computes; emulated: the CUDA kernels, slowly, on the CPU"},
+    {"routing-every", LONG, AT(routing_every), 0, 1e12, TRAIN | ANEW,
+        "steps between records of which experts tokens chose, in routing.jsonl; 0 = none"},
     {"dtype", CHOICE, AT(dtype), 0, 0, TRAIN | GENERATE | EVAL | INFO | BENCH,
         "fp32|bf16 of activations and products; weights, gradients and moments are kept in fp32"},
     {"dense", CHOICE, AT(dense), 0, 0, TRAIN | GENERATE | EVAL | BENCH | ANEW,
