@@ -1,6 +1,6 @@
 /* train_moe.c: the training loop. The command line is in flags.h, the other commands in commands.h.
 
-     train_moe [train] [flags] | generate | eval | info | bench | tokenize
+     train_moe [train] [flags] | generate | eval | info | bench | tokenize | place
      --help lists the flags of each
 
    In order:
@@ -846,6 +846,7 @@ int main(int argc, char **argv) {
         command_bench(&o);
         break;
     case TOKENIZE: command_tokenize(&o); break;
+    case PLACE: command_place(&o); break;
     }
     if (fflush(stdout) || ferror(stdout)) {
         if (errno != EPIPE) die(RUN_ERROR, "cannot write to standard output: %s", strerror(errno));
