@@ -1114,6 +1114,12 @@ static void command_place(const Options *o) {
     if (o->out ? snprintf(out, sizeof out, "%s", o->out) >= CKPT_PATH
                : path_join(out, o->log, "placement.json", &err))
         die(USER_ERROR, "--out: the name is too long");
+    snprintf(path, sizeof path, "%s", out); // the folder that it is in
+    char *slash = strrchr(path, '/');
+    if (slash) slash[slash == path] = 0;
+    if (slash && !is_folder(path))
+        die(USER_ERROR, "--out %s: expected a file in a folder that is there, found %s for %s", out,
+            looks_like(path), path);
     if (!placement_may_replace(out))
         die(USER_ERROR, "--out %s: expected a new file or a placement, found %s", out,
             looks_like(out));
