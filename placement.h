@@ -308,7 +308,7 @@ PLACE_FN int place_lines(PlaceLog *g, PlaceSteps *s, const char *key, int64_t mo
     rewind(in);
     for (ssize_t n; !rc && left && (n = getline(&text, &room, in)) > 0;) {
         at++;
-        if (text[n - 1] != '\n' || !strstr(text, key)) continue;
+        if (!strstr(text, key)) continue;
         if (left-- > half || left % step) continue;
         json_error_t e;
         json_t *line = json_parse(text, (size_t)n, &e);
@@ -432,6 +432,15 @@ PLACE_FN int place_split_open(PlaceSplit *s, const PlaceLayer *y, int groups, Er
     }
     for (int e = 0; e < y->E; e++) s->group[e] = -1;
     return 0;
+}
+
+// The experts, heaviest first, ties to the lowest id.
+PLACE_FN void place_by_load(int *order, const double *load, int E) {
+    for (int e = 0; e < E; e++) {
+        int at = e;
+        for (; at > 0 && load[order[at - 1]] < load[e]; at--) order[at] = order[at - 1];
+        order[at] = e;
+    }
 }
 
 /* Greedy: heaviest first, each to the lightest group that has room. Among those about as light, to
@@ -641,10 +650,8 @@ PLACE_FN int place_layer(
     const int E = y->E, each = E / ranks, ranks_a_node = ranks / nodes;
     int *order = work, *node = work + E, *rank = work + 2 * (size_t)E, *next = rank + E;
     double total = 0;
-    for (int e = 0; e < E; e++) { // heaviest first, ties to the lowest id
-        int at = e;
-        for (; at > 0 && y->load[order[at - 1]] < y->load[e]; at--) order[at] = order[at - 1];
-        order[at] = e;
+    place_by_load(order, y->load, E);
+    for (int e = 0; e < E; e++) {
         total += y->load[e];
         position[e] = e;
     }
