@@ -1,4 +1,4 @@
-/* commands.h: what train_moe does besides training: generate, eval, info, tokenize (bench has a
+/* commands.h: what train_moe does besides training: generate, eval, info, tokenize, place (bench has a
    room of its own, bench.h); and what they share with it.
 
    Options is everything that the command line can say; train_moe.c fills it (its table of flags
@@ -8,11 +8,13 @@
      evaluation: mean cross entropy over the held-out part
      sampling: temperature, top-k, top-p; a Generator feeds a model its own tokens through the cache
      info: parameters, memory by class and FLOPs, before anything is allocated
-     tokenize: text to token shards, or to a vocabulary */
+     tokenize: text to token shards, or to a vocabulary
+     place: experts to ranks, from the logs of a run */
 #ifndef COMMANDS_H
 #define COMMANDS_H
 
 #include "run_folder.h" // before gemm.h, whose `real` is a name in jansson.h
+#include "placement.h"
 #include "dataloader.h"
 #include "model.h"
 #include "bpe_train.h" // and tokenizer.h
@@ -50,16 +52,19 @@ typedef struct Options {
     int batch, schedule, optimizer;
     int64_t total_batch, steps, warmup;
     double lr, min_lr, weight_decay, beta1, beta2, grad_clip;
-    int64_t eval_every, eval_batches, sample_every, save_every, keep, log_every;
+    int64_t eval_every, eval_batches, sample_every, save_every, keep, log_every, routing_every;
     int device, dtype, dense, recompute, threads, profile;
     // several ranks
-    int ranks, ep, zero, dispatch, rows_dtype, dispatch_chunk;
+    int ep, zero, dispatch, rows_dtype, dispatch_chunk;
     const char *placement;
     int64_t seed;
     // generation
     int64_t n_tokens;
     int top_k_sampling;
     double temperature, top_p;
+    // place
+    const char *log;
+    int ranks, nodes;
 } Options;
 
 // -------------------------------------------------------------------------------------------------
@@ -1076,6 +1081,99 @@ static void command_tokenize(const Options *o) {
         train_vocabulary(o);
     else
         write_shards(o);
+}
+
+// -------------------------------------------------------------------------------------------------
+// place
+
+// Refuses parts that do not divide the whole, and names those that do.
+static void check_divisor(const char *flag, int parts, int whole, const char *what) {
+    char list[512] = "";
+    if (whole % parts == 0) return;
+    for (int i = 1; i <= whole; i++)
+        if (whole % i == 0 && strlen(list) < sizeof list - 16)
+            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d", i > 1 ? ", " : "", i);
+    die(USER_ERROR, "%s: expected a divisor of %s, one of %s, found %d", flag, what, list, parts);
+}
+
+// The shape of the newest checkpoint of the run in --log.
+static void read_newest_config(Config *c, const char *out) {
+    char folder[CKPT_PATH];
+    int64_t *steps;
+    int n;
+    Err err;
+    if (ckpt_list(out, &steps, &n) || !n)
+        die(USER_ERROR, "--log %s: expected the folder of a run with checkpoints, found %s", out,
+            is_folder(out) ? "a folder without" : looks_like(out));
+    if (step_path(folder, out, "", steps[n - 1], "", &err)) die(USER_ERROR, "%s", err.text);
+    free(steps);
+    read_config(c, folder);
+}
+
+static void command_place(const Options *o) {
+    char out[CKPT_PATH], path[CKPT_PATH], what[64];
+    Config c;
+    PlaceSteps steps;
+    PlaceRouting routing;
+    Err err;
+    if (!o->log) die(USER_ERROR, "--log: expected the folder of a run; none was given");
+    if (!o->ranks) die(USER_ERROR, "--ranks: expected a number of ranks; none was given");
+    read_newest_config(&c, o->log);
+    if (!moe_layers(&c))
+        die(USER_ERROR, "--log %s: expected a model with experts to place, found a dense one",
+            o->log);
+    if (c.n_experts > PLACE_EXPERTS)
+        die(USER_ERROR, "--log %s: expected a model of at most %d experts a layer, found %d",
+            o->log, PLACE_EXPERTS, c.n_experts);
+    snprintf(what, sizeof what, "the %d experts of a layer", c.n_experts);
+    check_divisor("--ranks", o->ranks, c.n_experts, what);
+    snprintf(what, sizeof what, "--ranks %d", o->ranks);
+    check_divisor("--nodes", o->nodes, o->ranks, what);
+    if (o->out ? snprintf(out, sizeof out, "%s", o->out) >= CKPT_PATH
+               : path_join(out, o->log, "placement.json", &err))
+        die(USER_ERROR, "--out: the name is too long");
+    snprintf(path, sizeof path, "%s", out); // the folder that it is in
+    char *slash = strrchr(path, '/');
+    if (slash) slash[slash == path] = 0;
+    if (slash && !is_folder(path))
+        die(USER_ERROR, "--out %s: expected a file in a folder that is there, found %s for %s", out,
+            looks_like(path), path);
+    if (!placement_may_replace(out))
+        die(USER_ERROR, "--out %s: expected a new file or a placement, found %s", out,
+            looks_like(out));
+    const size_t cells = (size_t)c.n_layers * c.n_experts;
+    double *load = malloc(cells * sizeof *load);
+    int *before = malloc(2 * cells * sizeof *before), *after = before + cells;
+    if (!load || !before) die(RUN_ERROR, "no memory to place %zu experts", cells);
+    if (path_join(path, o->log, "metrics.jsonl", &err) || place_loads(path, &c, load, &steps, &err))
+        die(USER_ERROR, "%s", err.text);
+    printf("loads: the recent half of the %lld steps recorded in %s, %lld to %lld\n",
+        (long long)steps.recorded, shown(path), (long long)steps.first, (long long)steps.last);
+    const PlaceRouting *r = NULL;
+    if (path_join(path, o->log, "routing.jsonl", &err)) die(USER_ERROR, "%s", err.text);
+    struct stat st;
+    if (!stat(path, &st) && st.st_size) { // a run that has not come to its first record: empty
+        if (place_routing(path, &c, &routing, &err)) die(USER_ERROR, "%s", err.text);
+        r = &routing;
+        printf("co-selections: %lld steps from the recent half of the %lld recorded in %s, %lld to "
+               "%lld, %d tokens\n",
+            (long long)r->steps.used, (long long)r->steps.recorded, shown(path),
+            (long long)r->steps.first, (long long)r->steps.last, r->rows);
+    } else {
+        printf("co-selections: no %s, so loads alone count; train --routing-every N records them\n",
+            shown(path));
+    }
+    placement_even(&c, before);
+    if (placement_make(&c, o->ranks, o->nodes, load, r, after, &err))
+        die(RUN_ERROR, "%s", err.text);
+    if (placement_write(out, &c, o->ranks, after, &err)) die(RUN_ERROR, "%s", err.text);
+    printf("placement: %d experts of %d layers on %d rank%s, %d each, on %d node%s: %s\n\n",
+        c.n_experts, moe_layers(&c), o->ranks, o->ranks == 1 ? "" : "s", c.n_experts / o->ranks,
+        o->nodes, o->nodes == 1 ? "" : "s", shown(out));
+    placement_print(stdout, &c, o->ranks, o->nodes, load, r, before, after);
+    if (r) free(routing.topk);
+    free(before);
+    free(load);
 }
 
 #endif

@@ -23,7 +23,8 @@ enum {
     SHAPED = TRAIN | INFO | BENCH,
     ANEW = 32,     // may be given anew with --resume
     RUN_ONLY = 64, // not part of the training: never kept in trainer.json
-    TOKENIZE = 128
+    TOKENIZE = 128,
+    PLACE = 256
 };
 typedef enum { SWITCH, INT, LONG, REAL, TEXT, PATHS, CHOICE } FlagType;
 
@@ -48,8 +49,9 @@ static const Flag flags[] = {
     {"train-vocab", INT, AT(train_vocab), 257, TOK_LIMIT, TOKENIZE,
         "learn a vocabulary of so many tokens from --input and write it to --out"},
     {"shard-tokens", LONG, AT(shard_tokens), 1, INT32_MAX, TOKENIZE, "most tokens in a file"},
-    {"out", TEXT, AT(out), 0, 0, TRAIN | TOKENIZE | RUN_ONLY,
-        "folder of the run; default: the next free out/run-N; tokenize needs one"},
+    {"out", TEXT, AT(out), 0, 0, TRAIN | TOKENIZE | PLACE | RUN_ONLY,
+        "folder of the run; default: the next free out/run-N; tokenize needs one; of place: the "
+        "file; default: placement.json in --log"},
     {"overwrite", SWITCH, AT(overwrite), 0, 0, TRAIN | TOKENIZE | RUN_ONLY,
         "replace what is in --out"},
     {"init", TEXT, AT(init), 0, 0, TRAIN,
@@ -126,6 +128,8 @@ static const Flag flags[] = {
         "newest checkpoints to keep (best is always kept); 0 = all"},
     {"log-every", LONG, AT(log_every), 0, 1e12, TRAIN | ANEW,
         "steps between lines on the screen; 0 = none"},
+    {"routing-every", LONG, AT(routing_every), 0, 1e12, TRAIN | ANEW,
+        "steps between records of which experts tokens chose, in routing.jsonl; 0 = none"},
     {"device", CHOICE, AT(device), 0, 0, TRAIN | GENERATE | EVAL | INFO | BENCH | ANEW,
         "cpu|cuda|emulated what computes; emulated: the CUDA kernels, slowly, on the CPU"},
     {"dtype", CHOICE, AT(dtype), 0, 0, TRAIN | GENERATE | EVAL | INFO | BENCH,
@@ -148,13 +152,16 @@ static const Flag flags[] = {
         "tokens on their way at a time: while some are computed the next are sent"},
     {"placement", TEXT, AT(placement), 0, 0, TRAIN | ANEW,
         "which rank has which experts, as train_moe place writes it; default: in order"},
-    {"ranks", INT, AT(ranks), 1, 1 << 20, INFO | RUN_ONLY,
-        "memory and traffic of one of so many ranks"},
     {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | TOKENIZE | ANEW,
         "threads; 0 = as many as this process may use"},
     {"seed", LONG, AT(seed), 0, 9e15, TRAIN | GENERATE, "seed of everything random"},
     {"tsv", SWITCH, AT(tsv), 0, 0, INFO | RUN_ONLY,
         "a run's losses, expert loads and experts by text as tables, for data/plot.gp"},
+    {"log", TEXT, AT(log), 0, 0, PLACE | RUN_ONLY, "folder of the run whose records are used"},
+    {"ranks", INT, AT(ranks), 1, 1 << 16, INFO | PLACE | RUN_ONLY,
+        "ranks that the experts of a layer are spread over, a divisor of their number"},
+    {"nodes", INT, AT(nodes), 1, 1 << 16, PLACE | RUN_ONLY,
+        "nodes that the ranks are on, a divisor of --ranks"},
     {"tax", SWITCH, AT(tax), 0, 0, BENCH,
         "and models with more, smaller experts beside the dense one of the same active size"},
     {"growth", SWITCH, AT(growth), 0, 0, BENCH,
@@ -273,6 +280,8 @@ static const Command commands[] = {
     {"bench", BENCH,
         "the measured peak of this machine, and what a product and training steps reach"},
     {"tokenize", TOKENIZE, "text to token shards of llm.c, or to a vocabulary (--train-vocab)"},
+    {"place", PLACE,
+        "which rank should have which experts, from what a run recorded of its routing"},
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
@@ -310,7 +319,7 @@ static Options defaults(void) {
     o.capacity = 1e9;
     o.tile = 128;
     o.log_every = 1;
-    o.ep = o.ranks = 1;
+    o.ep = 1;
     o.dispatch_chunk = 1024;
     o.keep = 3;
     o.shard_tokens = 100000000;
@@ -319,6 +328,7 @@ static Options defaults(void) {
     o.n_tokens = 500;
     o.temperature = 0.8;
     o.top_p = 1;
+    o.nodes = 1;
     return o;
 }
 
@@ -334,7 +344,8 @@ static const Command *parse(Options *o, int argc, char **argv, int given[N_FLAGS
             if (!strcmp(argv[1], commands[i].name)) c = &commands[i];
         if (!c)
             die(USER_ERROR,
-                "expected a command (train, generate, eval, info, bench, tokenize) or a flag, "
+                "expected a command (train, generate, eval, info, bench, tokenize, place) or a "
+                "flag, "
                 "found '%s'",
                 argv[1]);
         first = 2;

@@ -171,14 +171,15 @@ static void ranks_info(const Options *o, FILE *f) {
     Model m;
     const Backend *b = backend_of(o);
     const Config *c = &o->c;
-    ranks_check(o, o->ranks);
-    comm_open_dry(&dry, 0, o->ranks);
+    const int W = o->ranks ? o->ranks : 1;
+    ranks_check(o, W);
+    comm_open_dry(&dry, 0, W);
     ranks_open(&par, &dry, o, b);
     model_plan(&m, c, b, ranks_shape(train_shape(o), &par));
     const int P = o->ep, rows = m.shape.B * m.shape.T;
     const double row = (double)c->d_model * (double)(par.bf16 ? 2 : b->act_size);
-    fprintf(f, "%d ranks, %d with each expert, %d sequences of a micro-batch on this one%s\n",
-        o->ranks, o->ranks / P, m.shape.B, o->zero ? ", ZeRO-1" : "");
+    fprintf(f, "%d ranks, %d with each expert, %d sequences of a micro-batch on this one%s\n", W,
+        W / P, m.shape.B, o->zero ? ", ZeRO-1" : "");
     fprintf(f, "memory of a rank, with room for all rows of all ranks at its experts\n");
     print_memory(&m, f);
     // the sums of gradients, as they would be sent

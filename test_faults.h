@@ -54,6 +54,12 @@ static void *mem_realloc(void *old, size_t n) {
     return p;
 }
 static char *mem_strdup(const char *s) { return mem_took(mem_fails() ? NULL : strdup(s), 0); }
+static ssize_t mem_getline(char **text, size_t *n, FILE *f) { // never fails: libc's own memory
+    const char *old = *text;
+    const ssize_t got = getline(text, n, f);
+    mem.live += !old && *text;
+    return got;
+}
 static FILE *mem_stream(char **text, size_t *n) { // its text is freed like any other memory
     return mem_took(mem_fails() ? NULL : open_memstream(text, n), 0);
 }
@@ -108,6 +114,7 @@ static int disk_close(int fd) { // a close that fails closes all the same
 #define free(p)                 mem_free(p)
 #define strdup(s)               mem_strdup(s)
 #define open_memstream(text, n) mem_stream(text, n)
+#define getline(text, n, f)     mem_getline(text, n, f)
 #define write(fd, p, n)         disk_write(fd, p, n)
 #define fsync(fd)               disk_sync(fd)
 #define close(fd)               disk_close(fd)
@@ -122,6 +129,7 @@ static int disk_close(int fd) { // a close that fails closes all the same
 #define syscall(...)            (disk.no_exchange || fault() ? -1 : syscall(__VA_ARGS__))
 
 #include "dataloader.h"
+#include "placement.h"
 #include "run_folder.h"
 #include "tokenizer.h"
 

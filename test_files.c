@@ -11,6 +11,7 @@
                   (config/of, config/arch, model/arch, model/shards, model/fused, model/tied: what
                   other programs write, in test_imports.h)
      run/         checkpoint folders: links, deleting, locks, what a killed run left
+     place/       placement.h, in test_placement.h: the file, what a run recorded, the algorithm
      fault/       the same while memory and system calls fail and runs are killed, at every place
 
    The headers are compiled into this file, with the allocator and the system calls that they use
@@ -1321,6 +1322,7 @@ static void test_types(void) {
 }
 
 #include "test_imports.h"
+#include "test_placement.h"
 
 // -------------------------------------------------------------------------------------------------
 // run
@@ -1767,6 +1769,7 @@ int main(int argc, char **argv) {
     test_tied_head();
     test_names();
     test_run();
+    test_placement();
     test_faults();
     must(!chdir("/") && !remove_path(dir, &err), dir);
     return failures != 0;

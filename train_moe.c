@@ -1,13 +1,13 @@
 /* train_moe.c: the training loop. The command line is in flags.h, the other commands in commands.h.
 
-     train_moe [train] [flags] | generate | eval | info | bench | tokenize
+     train_moe [train] [flags] | generate | eval | info | bench | tokenize | place
      --help lists the flags of each
      mpirun -n N train_moe: on N ranks, which call everything here together; one of them, the lead,
      writes and speaks (ranks.h has the flags of their layout)
 
    In order:
      schedules    the learning rate of a step
-     log          metrics.jsonl and the line on the screen
+     log          metrics.jsonl, routing.jsonl and the line on the screen
      checkpoints  what a run needs to go on as if it had never stopped: see save and start_resumed
      train        the loop
 
@@ -38,9 +38,9 @@ typedef struct Run {
     int64_t step, saved_step; // last finished step; last step saved in this process, -1 = none
     double elapsed, started;  // seconds of earlier processes; when this one started
     double best_val;
-    int64_t best_step; // 0 = none
-    json_t *last;      // the log line of `step`
-    FILE *log;
+    int64_t best_step;   // 0 = none
+    json_t *last;        // the log line of `step`
+    FILE *log, *routing; // routing: NULL where nothing is recorded
     double t_data, t_step, t_eval, t_save, t_sample;
     Comm world;      // all ranks; until build(), then it is par's
     Parallel par;    // how the model is laid out over them
@@ -94,14 +94,26 @@ static json_t *metrics(Run *r, const StepState *s, double lr, double step_s) {
     return line;
 }
 
+// Adds text, which is freed, to a log.
+static void log_text(Run *r, FILE *f, const char *name, char *text, const char *end) {
+    if (!text) die(RUN_ERROR, "no memory for %s/%s", r->out, name);
+    if (fprintf(f, "%s%s", text, end) < 0 || fflush(f))
+        die(RUN_ERROR, "%s/%s: cannot write: %s; the last checkpoint is %s/latest", r->out, name,
+            strerror(errno), r->out);
+    free(text);
+}
+
 static void log_line(Run *r) {
     if (!r->lead) return;
-    char *text = json_dumps(r->last, JSON_COMPACT | JSON_REAL_PRECISION(9));
-    if (!text) die(RUN_ERROR, "no memory");
-    if (fprintf(r->log, "%s\n", text) < 0 || fflush(r->log))
-        die(RUN_ERROR, "%s/metrics.jsonl: cannot write: %s; the last checkpoint is %s/latest",
-            r->out, strerror(errno), r->out);
-    free(text);
+    log_text(r, r->log, "metrics.jsonl", json_dumps(r->last, JSON_COMPACT | JSON_REAL_PRECISION(9)),
+        "\n");
+}
+
+// Right after a step: an evaluation has routing of its own, and a checkpoint has all before it.
+static void log_routing(Run *r) {
+    if (r->routing && r->step % r->o.routing_every == 0)
+        log_text(r, r->routing, "routing.jsonl",
+            watch_routing(&r->m, r->step, r->m.shape.B * r->o.c.seq_len), "");
 }
 
 static void show_time(char buf[32], double s) {
@@ -144,13 +156,14 @@ static int eval_due(const Run *r, int64_t step) {
 }
 
 /* Keeps the lines of steps 1..step of an earlier process and learns the best validation loss from
-   them. Drops later and torn ones, and the last one if it still lacks its validation loss: a signal
-   came first, and the caller makes it again. Returns the last step that has a line. */
-static int64_t trim_log(Run *r) {
+   them. Drops later and torn ones, and the last one if it still lacks its validation loss, where the
+   log has those: a signal came first, and the caller makes it again. Returns the last step that has
+   a line. */
+static int64_t trim_log(Run *r, const char *name, int validated) {
     char path[CKPT_PATH], tmp[CKPT_PATH + 8], *line = NULL;
     size_t size = 0;
     int64_t last = 0;
-    if ((size_t)snprintf(path, sizeof path, "%s/metrics.jsonl", r->out) >= sizeof path - 8)
+    if ((size_t)snprintf(path, sizeof path, "%s/%s", r->out, name) >= sizeof path - 8)
         die(USER_ERROR, "--out: the name is too long");
     snprintf(tmp, sizeof tmp, "%s.tmp", path);
     FILE *in = fopen(path, "r"), *out = fopen(tmp, "w");
@@ -159,7 +172,7 @@ static int64_t trim_log(Run *r) {
         json_t *j = json_loads(line, 0, NULL);
         const json_t *step = json_object_get(j, "step"), *val = json_object_get(j, "val_loss");
         const int64_t s = json_is_integer(step) ? (int64_t)json_integer_value(step) : -1;
-        const int owed = s == r->step && eval_due(r, s) && !json_is_number(val);
+        const int owed = validated && s == r->step && eval_due(r, s) && !json_is_number(val);
         if (s > last && s <= r->step && !owed) {
             fputs(line, out);
             last = s;
@@ -175,6 +188,34 @@ static int64_t trim_log(Run *r) {
     if (fflush(out) || fsync(fileno(out)) || fclose(out) || rename(tmp, path))
         die(RUN_ERROR, "%s: cannot write: %s", path, strerror(errno));
     return last;
+}
+
+static FILE *open_log(const Run *r, const char *name) {
+    char path[CKPT_PATH + 32];
+    snprintf(path, sizeof path, "%s/%s", r->out, name);
+    FILE *f = fopen(path, "a");
+    if (!f) die(RUN_ERROR, "%s: cannot write: %s", path, strerror(errno));
+    return f;
+}
+
+// routing.jsonl, if something is recorded, or was by an earlier process.
+static void open_routing(Run *r) {
+    const int records = r->o.routing_every && moe_layers(&r->o.c);
+    if (r->o.routing_every && !records)
+        warn("--routing-every %lld: a dense model routes nothing: there is nothing to record",
+            (long long)r->o.routing_every);
+    if (!records && !has_file(r->out, "routing.jsonl")) return;
+    const int64_t last = trim_log(r, "routing.jsonl", 0);
+    char path[CKPT_PATH + 32];
+    snprintf(path, sizeof path, "%s/routing.jsonl", r->out);
+    if (records)
+        r->routing = open_log(r, "routing.jsonl");
+    else if (!last && unlink(path)) // of another run
+        die(RUN_ERROR, "%s: cannot remove: %s", path, strerror(errno));
+}
+
+static void close_log(const Run *r, FILE *f, const char *name) {
+    if (f && fclose(f)) die(RUN_ERROR, "%s/%s: cannot write: %s", r->out, name, strerror(errno));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -504,6 +545,7 @@ static void train_loop(Run *r) {
         r->step++;
         json_decref(r->last);
         watch_fetch(&r->watch, &r->m, r->micro_batches);
+        log_routing(r);
         r->last = metrics(r, &s, lr, step_s);
         if (!r->last) die(RUN_ERROR, "no memory for the log");
         const int last = r->step == o->steps;
@@ -748,7 +790,6 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
 
 static void command_train(const Options *cl, const int given[N_FLAGS], const Comm *world) {
     static Run r;
-    char path[CKPT_PATH + 32];
     r.o = *cl;
     r.saved_step = -1;
     r.world = *world;
@@ -769,13 +810,15 @@ static void command_train(const Options *cl, const int given[N_FLAGS], const Com
     struct {
         int64_t logged, best_step;
         double best_val;
-    } log = {r.lead ? trim_log(&r) : 0, r.best_step, r.best_val};
+    } log = {r.lead ? trim_log(&r, "metrics.jsonl", 1) : 0, r.best_step, r.best_val};
+    log.best_step = r.best_step, log.best_val = r.best_val;
     if (several(&r)) comm_broadcast(&r.par.world, &log, sizeof log, 0);
     const int64_t logged = log.logged;
     r.best_step = log.best_step, r.best_val = log.best_val;
-    snprintf(path, sizeof path, "%s/metrics.jsonl", r.out);
-    r.log = r.lead ? fopen(path, "a") : NULL;
-    if (r.lead && !r.log) die(RUN_ERROR, "%s: cannot write: %s", path, strerror(errno));
+    if (r.lead) {
+        r.log = open_log(&r, "metrics.jsonl");
+        open_routing(&r);
+    }
     struct sigaction act;
     memset(&act, 0, sizeof act);
     act.sa_handler = on_signal;
@@ -812,7 +855,10 @@ static void command_train(const Options *cl, const int given[N_FLAGS], const Com
         printf("done: %lld steps in %.1f s: %s/latest\n", (long long)r.step, elapsed_s(&r), r.out);
     }
     if (r.o.profile) print_profile(&r);
-    if (r.lead && fclose(r.log)) die(RUN_ERROR, "%s: cannot write: %s", path, strerror(errno));
+    if (r.lead) {
+        close_log(&r, r.log, "metrics.jsonl");
+        close_log(&r, r.routing, "routing.jsonl");
+    }
     generator_close(&r.gen);
     watch_close(&r.watch);
     free(r.x);
@@ -915,6 +961,7 @@ int main(int argc, char **argv) {
         command_bench(&o);
         break;
     case TOKENIZE: command_tokenize(&o); break;
+    case PLACE: command_place(&o); break;
     }
     if (fflush(stdout) || ferror(stdout)) {
         if (errno != EPIPE) die(RUN_ERROR, "cannot write to standard output: %s", strerror(errno));

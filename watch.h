@@ -4,6 +4,7 @@
    While a run trains:
      watch_log    what a step's experts did, as fields of its line in metrics.jsonl
      watch_step   says on stderr when an expert stays without a token, or takes most of them
+     watch_routing  which experts some rows went to, as a line of routing.jsonl
    Afterwards, for `train_moe info OUT --tsv`: three tables in one text, each with its name and its
    columns in a line of its own, two empty lines between them (gnuplot: index "loss", ...):
      loss         the losses and the load's balance by step
@@ -27,7 +28,8 @@ enum {
     WATCH_STEPS = 50,   // so long a state lasts before it is said; then at every doubling
     LOAD_NUMBERS = 512, // a line of the log has the loads of so many experts on average
     TABLE_STEPS = 200,  // rows of the load table for a layer, at most
-    MAX_TEXTS = 64      // columns of the text table
+    MAX_TEXTS = 64,     // columns of the text table
+    ROUTING_ROWS = 256  // rows of a line of routing.jsonl, at most
 };
 
 // A step's totals on the host, and what they say together.
@@ -199,6 +201,33 @@ WATCH_FN void watch_step(Watch *w, int64_t step, int64_t tokens) {
     if (step % WATCH_STEPS) return;
     watch_say(w, w->idle, step, "no token came to these experts", advice);
     watch_say(w, w->heavy, step, "most tokens went to these experts", advice);
+}
+
+/* A line of routing.jsonl, for the caller to free: the top-K choices of up to ROUTING_ROWS of the N
+   rows of the micro-batch that m has just done, evenly spaced. NULL without memory. */
+WATCH_FN char *watch_routing(const Model *m, int64_t step, int N) {
+    const int K = m->c.top_k, rows = N < ROUTING_ROWS ? N : ROUTING_ROWS;
+    char *line = NULL;
+    size_t n = 0;
+    int *topk = malloc((size_t)N * K * sizeof *topk);
+    FILE *f = open_memstream(&line, &n);
+    if (f) fprintf(f, "{\"step\":%lld,\"layers\":[", (long long)step);
+    for (int l = m->c.dense_layers; l < m->c.n_layers && f && topk; l++) {
+        m->b->to_host(topk, m->layer[l].topk, (size_t)N * K * sizeof *topk);
+        fprintf(f, "%s{\"layer\":%d,\"topk\":[", l > m->c.dense_layers ? "," : "", l);
+        for (int i = 0; i < rows; i++) {
+            const int *row = topk + (size_t)((int64_t)i * N / rows) * K;
+            for (int k = 0; k < K; k++) fprintf(f, "%s%d", k ? "," : i ? ",[" : "[", row[k]);
+            fputc(']', f);
+        }
+        fprintf(f, "]}");
+    }
+    if (f) fprintf(f, "]}\n");
+    const int whole = f && topk && !ferror(f);
+    free(topk);
+    if (f && !fclose(f) && whole) return line;
+    free(line);
+    return NULL;
 }
 
 // -------------------------------------------------------------------------------------------------

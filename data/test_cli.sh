@@ -69,6 +69,7 @@ sample-every  whole  yes 1
 save-every    whole  yes 1
 keep          whole  yes 1
 log-every     whole  yes 1
+routing-every whole  yes 1
 device        name   -   cpu                        gpu
 dtype         name   -   fp32                       bf16,fp16
 dense         name   -   own                        cublas,mkl
@@ -80,6 +81,9 @@ tsv           switch -
 tax           switch -
 growth        switch -
 json          switch -
+log           text   -   @model                     @nothing,@text,@model/latest
+ranks         whole  no  1,2,4                      3,65537
+nodes         whole  no  1,2                        3,4
 prompt        text   -   king,-1,\377
 tokens        whole  no  1,40
 temperature   real   yes 1.5
@@ -102,6 +106,7 @@ command_line() { # COMMAND FLAG
         train) line+=("${tiny[@]}" --steps 1 --threads 1) ;;
         info) line+=("${tiny[@]:0:16}") ;;
         generate) line+=(--tokens 3) ;;
+        place) line+=(--log model --ranks 2) ;;
     esac
     case $1:$2 in
         train:input | eval:input | tokenize:input) ;;
@@ -188,7 +193,7 @@ help_is_whole() { # COMMAND
     local name
     run 0 "$TRAIN" "$1" --help
     sed -nE 's/^  --([a-z0-9-]+) .*/\1/p' stdout >"$work/names.$1"
-    [ "$(wc -l <"$work/names.$1")" -gt 5 ] || no "--help lists no flags"
+    [ "$(wc -l <"$work/names.$1")" -gt 3 ] || no "--help lists no flags"
     [ -z "$(sort "$work/names.$1" | uniq -d)" ] || no "twice in --help"
     while read -r name; do
         grep -q "^$name " <<<"$flags" || no "--$name is in --help and not in this test"
@@ -200,7 +205,7 @@ help_is_whole() { # COMMAND
     run 0 "$TRAIN" "$1" -h
     same stdout help.long
 }
-for c in train generate eval info bench tokenize; do check cli/help_$c help_is_whole $c; done
+for c in train generate eval info bench tokenize place; do check cli/help_$c help_is_whole $c; done
 
 all_flags() {
     local name rest
@@ -209,7 +214,7 @@ all_flags() {
     done <<<"$flags"
 }
 check cli/every_flag_is_in_a_help all_flags
-for c in train generate eval info tokenize; do
+for c in train generate eval info tokenize place; do
     check cli/refuses_$c refuses $c
     check cli/takes_$c takes $c
 done
@@ -285,6 +290,7 @@ generate --lr 1|--lr is not a flag of generate
 eval --steps 2|--steps is not
 info --input text|--input is not
 bench --out o|--out is not
+place --model model|--model is not
 --steps 1 text|'text'
 --steps 1 -- text|'text'
 END
