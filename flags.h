@@ -159,7 +159,7 @@ static const Flag flags[] = {
         "a run's losses, expert loads and experts by text as tables, for data/plot.gp"},
     {"log", TEXT, AT(log), 0, 0, PLACE | RUN_ONLY, "folder of the run whose records are used"},
     {"ranks", INT, AT(ranks), 1, 1 << 16, INFO | PLACE | RUN_ONLY,
-        "ranks that the experts of a layer are spread over, a divisor of their number"},
+        "ranks to plan for (place: a divisor of the experts)"},
     {"nodes", INT, AT(nodes), 1, 1 << 16, PLACE | RUN_ONLY,
         "nodes that the ranks are on, a divisor of --ranks"},
     {"tax", SWITCH, AT(tax), 0, 0, BENCH,

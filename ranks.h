@@ -40,12 +40,11 @@ static void ranks_forget(Options *o, const int given[N_FLAGS], int W) {
         was, W == 1 ? "is" : "are", W, W == 1 ? "" : "s");
 }
 
-/* Threads for each rank where nobody said how many: those that it may use, unless ranks of the same
-   machine would share them. */
-static int ranks_threads(Comm *world) {
+/* How many ranks there are on this machine. *threads: for each of them where nobody said how many:
+   those that it may use, unless ranks of the same machine would share them. */
+static int ranks_here(Comm *world, int *threads) {
     char name[256] = "";
     uint64_t host = 0xCBF29CE484222325u;
-    set_threads(0);
     gethostname(name, sizeof name - 1);
     for (const char *s = name; *s; s++) host = (host ^ (unsigned char)*s) * 0x100000001B3u;
     const uint64_t mine[2] = {host, (uint64_t)thread_max()};
@@ -58,7 +57,8 @@ static int ranks_threads(Comm *world) {
     free(all);
     const long cores = sysconf(_SC_NPROCESSORS_ONLN);
     const int share = thread_max() / here;
-    return cores > 0 && used <= (uint64_t)cores ? thread_max() : share > 1 ? share : 1;
+    *threads = cores > 0 && used <= (uint64_t)cores ? thread_max() : share > 1 ? share : 1;
+    return here;
 }
 
 // The way of rows: what was named, or what sends least.
@@ -90,6 +90,75 @@ static ModelShape ranks_shape(ModelShape s, const Parallel *par) {
     s.par = par;
     s.B_all = s.B;
     s.B = share_of_batch(&par->world, s.B_all, par->world.rank, NULL);
+    return s;
+}
+
+// -------------------------------------------------------------------------------------------------
+// tensors of several ranks
+
+/* Elements *first .. *first + *count - 1 of tensor x (of m->whole) that rank r has, or with `once`
+   those of them that it alone speaks for; returns the element of its arena where they begin. All
+   ranks lay out theirs alike. */
+static size_t model_here(
+    const Model *m, const Tensor *x, int moments, int r, int once, size_t *first, size_t *count) {
+    const Parallel *par = m->shape.par;
+    const Tensor *t = tensor_of(&m->table, x->row->kind, x->layer);
+    const int P = par->ep.size, R = par->replicas.size, experts = x->row->shard == SHARD_EXPERT;
+    *first = *count = 0;
+    if (x->expert >= 0) {
+        const int at = par->position[x->layer * m->c.n_experts + x->expert],
+                  here = m->table.experts;
+        if (m->exchange && at / here != r % P) return 0;
+        t += at % here;
+    }
+    if (!moments || !par->zero) {
+        if (!once || r == (experts ? r % P : 0)) *count = x->count; // of the first replica
+        return t->offset;
+    }
+    const Bucket *b = m->buckets.bucket;
+    while (b->offset + b->count <= t->offset) b++;
+    const int size = experts ? R : par->world.size, own = experts ? r / P : r;
+    const size_t begin = b->offset + shard_begin(b->count, size, own),
+                 end = b->offset + shard_begin(b->count, size, own + 1),
+                 from = t->offset > begin ? t->offset : begin,
+                 to = t->offset + t->count < end ? t->offset + t->count : end;
+    if (from >= to) return 0;
+    *first = from - t->offset;
+    *count = to - from;
+    return b->moment + from - begin; // this rank's
+}
+
+// For Spread: what this rank has; and all of it to rank 0.
+static size_t spread_here(void *m, const Tensor *x, int moments, size_t *first, size_t *count) {
+    const Model *k = m;
+    return model_here(k, x, moments, k->shape.par->world.rank, 0, first, count);
+}
+static void spread_gather(void *ctx, const Tensor *x, int moments, size_t from, size_t n,
+    const void *base, size_t size, void *out) {
+    const Model *m = ctx;
+    Comm *w = (Comm *)(uintptr_t)&m->shape.par->world;
+    size_t *get = calloc(2 * (size_t)w->size, sizeof *get), *put = get + w->size;
+    char *mine = NULL;
+    if (!get) die(RUN_ERROR, "no memory");
+    for (int r = 0; r < w->size; r++) {
+        size_t first, count;
+        const size_t at = model_here(m, x, moments, r, 1, &first, &count);
+        const size_t begin = first > from ? first : from,
+                     end = first + count < from + n ? first + count : from + n;
+        if (begin >= end) continue;
+        if (w->rank == 0) get[r] = end - begin;
+        if (w->rank != r) continue;
+        put[0] = end - begin;
+        mine = malloc(put[0] * size);
+        if (!mine) die(RUN_ERROR, "no memory for %zu bytes of a checkpoint", put[0] * size);
+        m->b->to_host(mine, (const char *)base + (at + begin - first) * size, put[0] * size);
+    }
+    comm_all_to_all(w, out, get, mine, put, size); // shares ascend with the ranks
+    free(mine);
+    free(get);
+}
+static Spread model_spread(Model *m) {
+    const Spread s = {m, &m->whole, m->shape.par->world.rank == 0, spread_here, spread_gather};
     return s;
 }
 

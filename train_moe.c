@@ -48,6 +48,7 @@ typedef struct Run {
     int stop;        // one of the ranks got a signal
 } Run;
 
+static int ranks_on_machine = 1;
 static int several(const Run *r) { return r->world.size > 1; }
 // All ranks: before and after build(), which gives them to par.
 static Comm *all_ranks(Run *r) { return r->m.shape.par ? &r->par.world : &r->world; }
@@ -380,7 +381,7 @@ static void build(Run *r) {
     fflush(stdout);
     model_free(&r->m);
     model_free(&r->sampler);
-    check_memory(b, need,
+    check_memory(b, b->apart == 2 ? need : need * ranks_on_machine,
         "lower --batch (with --total-batch), --seq or the size of the model, or raise --recompute");
     model_build(&r->m, &o->c, b, shape, NULL);
     model_build(&r->sampler, &o->c, b, sampler, &r->m);
@@ -905,6 +906,7 @@ static const char *info_of(Options *o, const int given[N_FLAGS], char folder[CKP
                         ? sizeof(int)
                         : sizeof(int64_t));
         run.model = o->model, run.tsv = o->tsv;
+        if (!o->ranks && !was_given(given, "ep")) run.ep = 1, run.placement = NULL;
         // of this machine, not of the one it ran on
         run.device = o->device, run.dtype = o->dtype, run.dense = o->dense;
         *o = run;
@@ -943,7 +945,12 @@ int main(int argc, char **argv) {
 #ifdef HAVE_CUDA
     if (world.size > 1) cuda_prefer(comm_local_rank());
 #endif
-    set_threads(world.size > 1 && !o.threads ? ranks_threads(&world) : o.threads);
+    set_threads(o.threads);
+    if (world.size > 1) { // all of them come here
+        int threads;
+        ranks_on_machine = ranks_here(&world, &threads);
+        if (!o.threads) set_threads(threads);
+    }
     if (c->bit != TOKENIZE && !o.has_resume) backend_of(&o); // a device that is not there: at once
     switch (c->bit) {
     case TRAIN: command_train(&o, given, &world); break;
