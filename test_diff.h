@@ -674,7 +674,8 @@ static void diff_parts(const Shape *s) {
     } cuts[] = {{0, N}, {N / 3, N - 2 * (N / 3)}, {N - 1, 1}, {N / 2, N - N / 2}};
     for (int i = 0; i < 4 * PLANS; i++) {
         // a Latin square, so that few variants meet most pairs
-        const int plan = i % PLANS, cut = i / PLANS, group = (plan + cut) % 4, ordered = i / 2 % 2;
+        const int plan = i % PLANS, cut = i / PLANS, group = (plan + cut) % 4,
+                  ordered = (i / 2 + cut) % 2;
         char variant[40];
         Op o = op_on(diff.dev, "parts", 1, 1, config(2, 1, 4, 1, 1, 2, E, K, 1));
         const Router r = {.kind = ROUTER_SOFTMAX,
