@@ -179,9 +179,9 @@ typedef struct Line {
     const char *why; // beyond its limit, or what else is wrong; NULL: it passes
 } Line;
 
-// Numbers that are not alike: of a StepState each counts alone.
+// Numbers that are not alike: of a StepState each counts alone. Nothing is worse than NaN.
 static void compare_state(Line *l, const double *x, const double *ref) {
-    for (size_t i = 0; i < STATE_VALUES; i++) {
+    for (size_t i = 0; i < STATE_VALUES && !isnan(l->error); i++) {
         if (x[i] == ref[i] || (isnan(x[i]) && isnan(ref[i]))) continue;
         const double d = fabs(x[i] - ref[i]), e = i < 3 ? INFINITY : d / fabs(ref[i]);
         if (!(e <= l->error)) l->error = e, l->worst = d, l->at = i;
