@@ -179,9 +179,9 @@ typedef struct Line {
     const char *why; // beyond its limit, or what else is wrong; NULL: it passes
 } Line;
 
-// Numbers that are not alike: of a StepState each counts alone.
+// Numbers that are not alike: of a StepState each counts alone. Nothing is worse than NaN.
 static void compare_state(Line *l, const double *x, const double *ref) {
-    for (size_t i = 0; i < STATE_VALUES; i++) {
+    for (size_t i = 0; i < STATE_VALUES && !isnan(l->error); i++) {
         if (x[i] == ref[i] || (isnan(x[i]) && isnan(ref[i]))) continue;
         const double d = fabs(x[i] - ref[i]), e = i < 3 ? INFINITY : d / fabs(ref[i]);
         if (!(e <= l->error)) l->error = e, l->worst = d, l->at = i;
@@ -674,7 +674,8 @@ static void diff_parts(const Shape *s) {
     } cuts[] = {{0, N}, {N / 3, N - 2 * (N / 3)}, {N - 1, 1}, {N / 2, N - N / 2}};
     for (int i = 0; i < 4 * PLANS; i++) {
         // a Latin square, so that few variants meet most pairs
-        const int plan = i % PLANS, cut = i / PLANS, group = (plan + cut) % 4, ordered = i / 2 % 2;
+        const int plan = i % PLANS, cut = i / PLANS, group = (plan + cut) % 4,
+                  ordered = (i / 2 + cut) % 2;
         char variant[40];
         Op o = op_on(diff.dev, "parts", 1, 1, config(2, 1, 4, 1, 1, 2, E, K, 1));
         const Router r = {.kind = ROUTER_SOFTMAX,

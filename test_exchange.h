@@ -422,7 +422,15 @@ static void test_router_halves(int kind) {
     within(error_of(b, sums, whole.sums, E + 1), 1e-12, "sums");
     within(relative(loss[0], whole_loss[0]), 1e-12, "balance");
     within(relative(loss[1], whole_loss[1]), 1e-12, "z");
-    check(!memcmp(load, whole_load, sizeof load), "other loads");
+    const int before[E] = {3, 1, 4, 1, 5};
+    double balance = 0.5;
+    for (int e = 0; e < E; e++) {
+        balance += E * (double)whole.count[e] / (N * K) * whole.sums[e] / N;
+        check(load[e] == before[e] + whole.count[e] && whole_load[e] == load[e],
+            "expert %d: load %d, of the whole %d", e, load[e], whole_load[e]);
+    }
+    within(relative(loss[0], balance), 1e-12, "formula");
+    within(relative(loss[1], 0.25 + whole.sums[E] / N), 1e-12, "formula of z");
     double *dWr = fresh(E * C, 8), *whole_dWr = fresh(E * C, 8), *dX = fresh(N * C, 8);
     memset(dWr, 0, E * C * 8), memset(whole_dWr, 0, E * C * 8);
     for (int i = 0; i < 3; i++) { // the halves, then the whole

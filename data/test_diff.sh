@@ -49,7 +49,7 @@ lists() {
         case $op in release | to_device | to_host | zero | sync) continue ;; esac
         said "^operation $op$" stdout
     done
-    [ "$(grep -c '^operation' stdout)" = 26 ] || no "$(grep -c '^operation' stdout) operations"
+    [ "$(grep -c '^operation' stdout)" = 35 ] || no "$(grep -c '^operation' stdout) operations"
 }
 every_operation() { # but the one that the CPU has not
     local op
