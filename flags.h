@@ -24,7 +24,8 @@ enum {
     ANEW = 32,     // may be given anew with --resume
     RUN_ONLY = 64, // not part of the training: never kept in trainer.json
     TOKENIZE = 128,
-    PLACE = 256
+    PLACE = 256,
+    LATER = 512 // an older trainer.json may lack it
 };
 typedef enum { SWITCH, INT, LONG, REAL, TEXT, PATHS, CHOICE } FlagType;
 
@@ -128,29 +129,29 @@ static const Flag flags[] = {
         "newest checkpoints to keep (best is always kept); 0 = all"},
     {"log-every", LONG, AT(log_every), 0, 1e12, TRAIN | ANEW,
         "steps between lines on the screen; 0 = none"},
-    {"routing-every", LONG, AT(routing_every), 0, 1e12, TRAIN | ANEW,
+    {"routing-every", LONG, AT(routing_every), 0, 1e12, TRAIN | ANEW | LATER,
         "steps between records of which experts tokens chose, in routing.jsonl; 0 = none"},
     {"device", CHOICE, AT(device), 0, 0, TRAIN | GENERATE | EVAL | INFO | BENCH | ANEW,
         "cpu|cuda|emulated what computes; emulated: the CUDA kernels, slowly, on the CPU"},
     {"dtype", CHOICE, AT(dtype), 0, 0, TRAIN | GENERATE | EVAL | INFO | BENCH,
         "fp32|bf16 of activations and products; weights, gradients and moments are kept in fp32"},
-    {"dense", CHOICE, AT(dense), 0, 0, TRAIN | GENERATE | EVAL | BENCH | ANEW,
+    {"dense", CHOICE, AT(dense), 0, 0, TRAIN | GENERATE | EVAL | BENCH | ANEW | LATER,
         "own|cublas what computes dense products on cuda; cublas: a row's bits then depend on the "
         "rows beside it"},
     {"recompute", INT, AT(recompute), 0, 2, SHAPED | ANEW,
         "save memory: 1 makes norm outputs again, 2 also the experts' H"},
-    {"ep", INT, AT(ep), 1, 1 << 20, TRAIN | INFO | ANEW,
+    {"ep", INT, AT(ep), 1, 1 << 20, TRAIN | INFO | ANEW | LATER,
         "ranks that the experts of a layer are dealt out over, a divisor of the ranks"},
-    {"zero", INT, AT(zero), 0, 1, TRAIN | INFO | ANEW,
+    {"zero", INT, AT(zero), 0, 1, TRAIN | INFO | ANEW | LATER,
         "1: ranks share the optimiser's moments (ZeRO-1)"},
-    {"dispatch", CHOICE, AT(dispatch), 0, 0, TRAIN | INFO | ANEW,
+    {"dispatch", CHOICE, AT(dispatch), 0, 0, TRAIN | INFO | ANEW | LATER,
         "auto|alltoall|dedup|allgather way of tokens to experts on other ranks; auto: fewest "
         "bytes"},
-    {"dispatch-dtype", CHOICE, AT(rows_dtype), 0, 0, TRAIN | INFO | ANEW,
+    {"dispatch-dtype", CHOICE, AT(rows_dtype), 0, 0, TRAIN | INFO | ANEW | LATER,
         "own|bf16 of tokens on their way; own: as they are computed"},
-    {"dispatch-chunk", INT, AT(dispatch_chunk), 2, 1 << 24, TRAIN | INFO | ANEW,
+    {"dispatch-chunk", INT, AT(dispatch_chunk), 2, 1 << 24, TRAIN | INFO | ANEW | LATER,
         "tokens on their way at a time: while some are computed the next are sent"},
-    {"placement", TEXT, AT(placement), 0, 0, TRAIN | ANEW,
+    {"placement", TEXT, AT(placement), 0, 0, TRAIN | ANEW | LATER,
         "which rank has which experts, as train_moe place writes it; default: in order"},
     {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | TOKENIZE | ANEW,
         "threads; 0 = as many as this process may use"},
@@ -557,6 +558,7 @@ static void flags_from_json(
         char where[CKPT_PATH + 16], text[64], mine[512], theirs[512];
         if (!(f->commands & TRAIN) || f->commands & RUN_ONLY) continue;
         snprintf(where, sizeof where, "%s: ", file);
+        if (!v && f->commands & LATER) continue; // its default, or what was given
         if (!v)
             die(USER_ERROR,
                 "%s: expected the flag \"%s\", found none: this is not a trainer.json of this "

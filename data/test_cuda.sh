@@ -24,6 +24,10 @@ built() {
     # what nvcc and ptxas say is kept beside the object; the command itself has the word too
     ! grep -iE 'warning( #|:)' "$work/make.log" "$root"/build/cuda-80/ptxas.log >warned ||
         no "nvcc warns: $(head -n 1 warned)"
+    if grep -q 'NCCL on' "${program%/*}/config.mk"; then # the calls and their kernel are in it
+        nm -C "$program" | grep -q ' T comm_cuda_reduce$' || no "NCCL is on, but not in the program"
+        ldd "$program" | grep -q libnccl || no "the program does not use libnccl"
+    fi
     text 100 >text
     run 2 env CUDA_VISIBLE_DEVICES= "$program" --input text --out o --device cuda
     refused '--device cuda: expected one that works, found: ' '--device cpu always does'

@@ -146,6 +146,22 @@ placements() {
     once 'placement: placed.2: .*2.*4|4.*2'
 }
 check parallel/placements placements
+# A run from before there were ranks.
+older() {
+    alone
+    cp -a "$work/alone" o
+    rm -r o/step_00000008 o/step_00000012
+    for step in latest best; do ln -sfn step_00000004 o/$step; done
+    sed -i -E '/^ *"(dense|routing-every|ep|zero|dispatch|dispatch-dtype|dispatch-chunk|placement)": /d' \
+        o/latest/trainer.json
+    ! grep -q '"zero"' o/latest/trainer.json || no "the flags are not as this test expects"
+    ranks 0 2 --resume o --ep 2
+    near "$work/alone" o
+    sed -i '/"seed": .*,$/d' o/latest/trainer.json
+    run 2 "$TRAIN" --resume o --steps 14
+    refused 'expected the flag|expected .*"seed"'
+}
+check parallel/older_run older
 # A layout that was kept and does not fit any more is not in the way.
 forgotten() {
     ranks 0 4 "${flags[@]}" --steps 2 --out o --ep 4 --zero 1
