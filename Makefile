@@ -383,13 +383,15 @@ train_moe $(TESTS): %: FORCE $(B)/%
 
 # ---- the two commands ----------------------------------------------------------------------------
 # Each in two parts: the second make starts when the libraries are there, and probes for them.
+# With as many jobs as processors, unless the user's make has its own.
+JOBS = $(if $(findstring j,$(filter-out --%,$(MAKEFLAGS))),,-j$(shell nproc 2>/dev/null || echo 1))
 train: deps
-	@$(MAKE) train-run
+	@$(MAKE) $(JOBS) train-run
 train-run: $(B)/train_moe $(filter train_moe,$(ROOT))
 	@TEXT='$(TEXT)' TRAIN=$(if $(ROOT),./,$(B)/)train_moe data/run_train.sh
 
 test: deps
-	@$(MAKE) test-run
+	@$(MAKE) $(JOBS) test-run
 # The scripts start makes of their own: they must not inherit the settings of this one.
 test-run: programs $(if $(EMULATED),$(E)/train_moe) $(if $(filter cc,$(NAME)),$(ROOT))
 	@env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL CC='$(CC)' MAKE='$(MAKE)' SAN='$(SAN)' \

@@ -74,6 +74,12 @@ device        name   -   cpu                        gpu
 dtype         name   -   fp32                       bf16,fp16
 dense         name   -   own                        cublas,mkl
 recompute     whole  yes 1,2                        3
+ep            whole  no  1                          2
+zero          whole  yes 1                          2
+dispatch      name   -   auto,alltoall,dedup,allgather  all
+dispatch-dtype name  -   own,bf16                   fp8
+dispatch-chunk whole no  2,1000                     1
+placement     text   -                              @nothing,@text
 threads       whole  yes 1,2                        100000
 seed          whole  yes 123456789
 profile       switch -
@@ -82,7 +88,7 @@ tax           switch -
 growth        switch -
 json          switch -
 log           text   -   @model                     @nothing,@text,@model/latest
-ranks         whole  no  1,2,4                      3,65537
+ranks         whole  no  1,2,4                      65537
 nodes         whole  no  1,2                        3,4
 prompt        text   -   king,-1,\377
 tokens        whole  no  1,40
@@ -116,6 +122,7 @@ command_line() { # COMMAND FLAG
     case $1:$2 in # flags that need others
         *:bias-rate) line+=(--router sigmoid) ;;
         *:routing) line+=(--batch 8) ;; # as many tokens as --tile rounds to
+        info:ranks) line+=(--batch 8) ;;
         *:tile) line+=(--routing round --batch 2) ;;
         *:dense-layers) line+=(--layers 2) ;;
         train:upcycle-noise) line=("$TRAIN" train --init dense --experts 4 --steps 1) ;;
