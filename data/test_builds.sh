@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# lane: builds
 # The same bits from every build: compilers, optimisation levels, vector widths, with and without
 # OpenMP, on another processor, with any number of threads. Each trains 20 steps and must end with
 # the checkpoint whose sha256 stands here, and with the same log.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# lane: builds
 # The CUDA build where nvcc is, with or without a GPU: moe_kernels.cu compiles without a warning, no
 # kernel spills, the bf16 products have matrix instructions and 16-byte accesses, the program says that
 # there is no device where there is none, and works as ever on the CPU. Also what make says of CUDA, and

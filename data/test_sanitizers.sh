@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# lane: builds
 # The test programs and every command under the address and undefined-behaviour sanitizers.
 # No report may come.
 # `make SAN=1 test` runs all tests that way; this is the short form that is part of `make test`.
