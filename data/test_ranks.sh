@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# lane: builds
 # Several ranks: test_comm under mpirun, and what must happen when a rank ends, hangs or is killed.
 # One machine with few cores is enough; as root too.
 . "$(dirname "$0")/testing.sh"
