@@ -3441,7 +3441,6 @@ __global__ void __launch_bounds__(THREADS) update_kernel(float *params, const fl
         for (int i = segment_at(seg, nseg, piece * PIECE);
              i < nseg && seg[i].offset < (size_t)(piece + 1) * PIECE; i++) {
             const size_t moment = seg[i].moment - seg[i].offset; // how far the moments lie off
-            float *const ms = m + moment, *const vs = v + moment;
             Stretch x = stretch_of(&seg[i], piece);
             const float decay = seg[i].decay ? (float)o.weight_decay : 0;
             if (moment % 4) x.wide = x.begin;
@@ -3452,11 +3451,11 @@ __global__ void __launch_bounds__(THREADS) update_kernel(float *params, const fl
                 if (o.sgd) {
                     for (int k = 0; k < 4; k++) sgd(&pj[k], gj[k], r, decay);
                 } else {
-                    read_values<float, 4>(mj, ms + j);
-                    read_values<float, 4>(vj, vs + j);
+                    read_values<float, 4>(mj, m + (j + moment));
+                    read_values<float, 4>(vj, v + (j + moment));
                     for (int k = 0; k < 4; k++) adamw(&pj[k], &mj[k], &vj[k], gj[k], r, decay);
-                    write_values<float, 4>(ms + j, mj);
-                    write_values<float, 4>(vs + j, vj);
+                    write_values<float, 4>(m + (j + moment), mj);
+                    write_values<float, 4>(v + (j + moment), vj);
                 }
                 write_values<float, 4>(params + j, pj);
             }
@@ -3464,7 +3463,7 @@ __global__ void __launch_bounds__(THREADS) update_kernel(float *params, const fl
                 if (o.sgd)
                     sgd(&params[j], grads[j], r, decay);
                 else
-                    adamw(&params[j], &ms[j], &vs[j], grads[j], r, decay);
+                    adamw(&params[j], &m[j + moment], &v[j + moment], grads[j], r, decay);
             }
         }
 }

@@ -79,7 +79,7 @@ zero          whole  yes 1                          2
 dispatch      name   -   auto,alltoall,dedup,allgather  all
 dispatch-dtype name  -   own,bf16                   fp8
 dispatch-chunk whole no  2,1000                     1
-placement     text   -                              @nothing,@text
+placement     text   -
 threads       whole  yes 1,2                        100000
 seed          whole  yes 123456789
 profile       switch -

@@ -26,8 +26,10 @@ built() {
     ! grep -iE 'warning( #|:)' "$work/make.log" "$root"/build/cuda-80/ptxas.log >warned ||
         no "nvcc warns: $(head -n 1 warned)"
     if grep -q 'NCCL on' "${program%/*}/config.mk"; then # the calls and their kernel are in it
-        nm -C "$program" | grep -q ' T comm_cuda_reduce$' || no "NCCL is on, but not in the program"
-        ldd "$program" | grep -q libnccl || no "the program does not use libnccl"
+        nm "$program" >symbols
+        ldd "$program" >libraries
+        said ' T comm_cuda_reduce$' symbols
+        said libnccl libraries
     fi
     text 100 >text
     run 2 env CUDA_VISIBLE_DEVICES= "$program" --input text --out o --device cuda
