@@ -427,7 +427,7 @@ MODEL_FN void layout(Model *m) {
             y->count = !together ? take(m, keep, "routing", E, sizeof(int))
                 : m->counts      ? m->counts + at * E
                                  : NULL;
-            y->sums = m->sums ? m->sums + at * (E + 1) * stat : NULL;
+            y->sums = m->sums ? (char *)m->sums + at * (E + 1) * stat : NULL;
             take_plan(m, keep, "routing", p);
         }
         if (l == 0) infer = *y;

@@ -51,10 +51,11 @@ static inline int share_of_batch(const Comm *world, int B_all, int r, int *first
    whose memory the buffers are in. */
 PAR_FN void parallel_open(Parallel *par, const Config *c, const Backend *b, int P, int *position) {
     Comm *w = &par->world;
-    int *color = (int *)malloc(2 * (size_t)w->size * sizeof *color), *other = color + w->size;
+    int *color = (int *)malloc((size_t)w->size * sizeof *color);
+    int *other = (int *)malloc((size_t)w->size * sizeof *other);
     par->position = position;
     par->order = (int *)malloc((size_t)c->n_layers * c->n_experts * sizeof *par->order);
-    if (!color || !par->order) die(RUN_ERROR, "no memory for %d ranks", w->size);
+    if (!color || !other || !par->order) die(RUN_ERROR, "no memory for %d ranks", w->size);
     for (int l = 0; l < c->n_layers; l++)
         for (int e = 0; e < c->n_experts; e++)
             par->order[l * c->n_experts + position[l * c->n_experts + e]] = e;
@@ -62,6 +63,7 @@ PAR_FN void parallel_open(Parallel *par, const Config *c, const Backend *b, int 
     comm_split_known(&par->ep, w, color, NULL);
     comm_split_known(&par->replicas, w, other, NULL);
     free(color);
+    free(other);
     Comm *const group[3] = {w, &par->ep, &par->replicas};
     Comm **const on[3] = {&par->on_world, &par->on_ep, &par->on_replicas};
     for (int i = 0; i < 3; i++) {

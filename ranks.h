@@ -137,9 +137,10 @@ static void spread_gather(void *ctx, const Tensor *x, int moments, size_t from, 
     const void *base, size_t size, void *out) {
     const Model *m = ctx;
     Comm *w = (Comm *)(uintptr_t)&m->shape.par->world;
-    size_t *get = calloc(2 * (size_t)w->size, sizeof *get), *put = get + w->size;
+    size_t *get = calloc(2 * (size_t)w->size, sizeof *get);
     char *mine = NULL;
     if (!get) die(RUN_ERROR, "no memory");
+    size_t *put = get + w->size;
     for (int r = 0; r < w->size; r++) {
         size_t first, count;
         const size_t at = model_here(m, x, moments, r, 1, &first, &count);
@@ -206,9 +207,10 @@ static int ranks_log(Parallel *par, json_t *line, const Config *c, const int *lo
     rc |= json_object_set_new(line, "comm", comm);
     const int P = par->ep.size, here = c->n_experts / P;
     if (P == 1 || !moe_layers(c)) return rc ? -1 : 0;
-    double worst = 1, *slots = calloc(2 * (size_t)P, sizeof *slots), *layer = slots + P;
+    double worst = 1, *slots = calloc(2 * (size_t)P, sizeof *slots);
     json_t *list = json_array();
     if (!slots) return -1;
+    double *layer = slots + P;
     for (int l = c->dense_layers; l < c->n_layers; l++) {
         double all = 0, largest = 0;
         memset(layer, 0, (size_t)P * sizeof *layer);
