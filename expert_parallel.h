@@ -106,10 +106,12 @@ typedef struct Exchange {
     EpChunk *chunk;           // (layers that have their own, most chunks of a call)
     int chunk_room, layers;
     EpSet set[EP_SETS];
-    act_t *landed, *expanded;       // rows as the experts read them
-    stat_t *dS_here;                // gradients of the weights of the slots here
-    int *count;                     // (P) on the device: plan_items
-    int *host;                      // room for counts, on the host
+    act_t *landed, *expanded; // rows as the experts read them
+    stat_t *dS_here;          // gradients of the weights of the slots here
+    int *count;               // (P) on the device: plan_items
+    int *host;                // room for counts, on the host
+    size_t *counts;           // those of all chunks
+    int *bases;
     uint64_t rows_sent, slots_sent; // to other ranks, since they were set to 0
 } Exchange;
 
@@ -125,21 +127,22 @@ EP_FN Exchange *exchange_open(
     x->chunk_room = (rows + par->chunk - 1) / par->chunk;
     const size_t n = (size_t)x->layers * (size_t)x->chunk_room;
     x->chunk = (EpChunk *)calloc(n, sizeof *x->chunk);
-    size_t *counts = (size_t *)malloc(n * 4 * P * sizeof *counts);
-    int *base = (int *)malloc(n * P * sizeof *base);
+    x->counts = (size_t *)calloc(n * 4 * P, sizeof *x->counts);
+    x->bases = (int *)calloc(n * P, sizeof *x->bases);
     x->rows = (int *)malloc(P * sizeof(int));
     x->host = (int *)malloc((5 * P + 3 * E + 1) * sizeof(int));
-    if (!x->chunk || !counts || !base || !x->rows || !x->host)
+    if (!x->chunk || !x->counts || !x->bases || !x->rows || !x->host)
         die(RUN_ERROR, "no memory for %zu chunks of rows", n);
-    for (size_t i = 0; i < n; i++, counts += 4 * P, base += P) {
-        const EpCounts k = {counts, counts + P, counts + 2 * P, counts + 3 * P, base};
+    for (size_t i = 0; i < n; i++) {
+        size_t *at = x->counts + 4 * P * i;
+        const EpCounts k = {at, at + P, at + 2 * P, at + 3 * P, x->bases + P * i};
         x->chunk[i].n = k;
     }
     return x;
 }
 EP_FN void exchange_close(Exchange *x) {
-    free(x->chunk[0].n.to); // one block of all counts
-    free(x->chunk[0].n.base);
+    free(x->counts);
+    free(x->bases);
     free(x->chunk);
     free(x->rows);
     free(x->host);

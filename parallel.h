@@ -51,8 +51,8 @@ static inline int share_of_batch(const Comm *world, int B_all, int r, int *first
    whose memory the buffers are in. */
 PAR_FN void parallel_open(Parallel *par, const Config *c, const Backend *b, int P, int *position) {
     Comm *w = &par->world;
-    int *color = (int *)malloc((size_t)w->size * sizeof *color);
-    int *other = (int *)malloc((size_t)w->size * sizeof *other);
+    int *color = (int *)calloc((size_t)w->size, sizeof *color);
+    int *other = (int *)calloc((size_t)w->size, sizeof *other);
     par->position = position;
     par->order = (int *)malloc((size_t)c->n_layers * c->n_experts * sizeof *par->order);
     if (!color || !other || !par->order) die(RUN_ERROR, "no memory for %d ranks", w->size);
@@ -127,9 +127,9 @@ PAR_FN void buckets_open(Buckets *x, const TensorTable *t, const Parallel *par) 
     if (!x->bucket || !x->order || !x->counts) die(RUN_ERROR, "no memory for %d tensors", t->count);
     for (int i = 0; i < t->count; i++) {
         const Tensor *a = &t->tensor[i];
+        if (!a->row || !a->row->trained) continue;
         const int experts = a->row->shard == SHARD_EXPERT;
         Bucket *b = x->n ? &x->bucket[x->n - 1] : NULL;
-        if (!a->row->trained) continue;
         if (!b || b->layer != a->layer || b->experts != experts) {
             b = &x->bucket[x->n++];
             b->layer = a->layer, b->experts = experts, b->offset = a->offset;

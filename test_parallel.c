@@ -361,7 +361,8 @@ static Traffic expected(const Parallel *par, const Config *c, int l, const int *
             if (par->way == WAY_ALLGATHER) // plans; gradients of the weights
                 t.bytes += (E + 1) * 4.0 + 2 * most * 4 + most * 4;
             else // item and weight of a slot, gradients of those that came; counts
-                t.bytes += slots[0] * 8 + slots[1] * 4 + (E / P + 1) * 4.0;
+                t.bytes +=
+                    slots[0] * 8 + slots[1] * 4 + (double)(sizeof(int) * (size_t)(E / P + 1));
         }
     return t;
 }
@@ -369,7 +370,7 @@ static Traffic expected(const Parallel *par, const Config *c, int l, const int *
 // All choices of the ranks of a group, in layer l.
 static int *choices(const Model *m, const Parallel *par, int l, const size_t *count, size_t all) {
     const size_t K = m->c.top_k, N = count[par->ep.rank];
-    int *own = malloc(N * K * sizeof *own), *list = malloc(all * K * sizeof *list);
+    int *own = calloc(N * K + 1, sizeof *own), *list = calloc(all * K + 1, sizeof *list);
     must(own && list, "memory");
     m->b->to_host(own, m->layer[l].topk, N * K * sizeof *own);
     comm_all_gather_counts((Comm *)(uintptr_t)&par->ep, list, own, count, K * sizeof *own);
@@ -428,8 +429,8 @@ static void test_traffic(int ep, Way way, int bf16, int chunk, double *rows_of_w
     open_layout(&par, &x.c, y);
     open_model(&m, &x, &par, dev);
     const int T = x.c.seq_len, B = m.shape.B, P = par.ep.size;
-    int rows[64], most = 0, tokens[B_ALL * 12] = {0};
-    size_t at[64], count[64], all = 0;
+    int rows[64] = {0}, most = 0, tokens[B_ALL * 12] = {0};
+    size_t at[64] = {0}, count[64] = {0}, all = 0;
     for (int p = 0; p < P; p++) {
         rows[p] = share_of_batch(&par.world, B_ALL, par.ep.member[p], NULL) * T;
         at[p] = all;
