@@ -179,12 +179,12 @@ static const char *device_words(const Options *o, char buf[64]) {
     return buf;
 }
 
-// What a model that trains is built for, and what its steps need to know besides.
 // Whether training drops slots or adds some to those of top-K.
 static int selecting(const Options *o) {
     return o->c.n_experts > 1 &&
         (o->routing == ROUTING_ROUND || o->capacity < o->c.n_experts / (double)o->c.top_k);
 }
+// What a model that trains is built for, and what its steps need to know besides.
 static ModelShape train_shape(const Options *o) {
     ModelShape s = {.B = o->batch,
         .T = o->c.seq_len,

@@ -152,7 +152,7 @@ static const Flag flags[] = {
     {"dispatch-chunk", INT, AT(dispatch_chunk), 2, 1 << 24, TRAIN | INFO | ANEW | LATER,
         "tokens on their way at a time: while some are computed the next are sent"},
     {"placement", TEXT, AT(placement), 0, 0, TRAIN | ANEW | LATER,
-        "which rank has which experts, as train_moe place writes it; default: in order"},
+        "which rank has which experts, as train_moe place writes it; none, the default: in order"},
     {"threads", INT, AT(threads), 0, 4096, TRAIN | GENERATE | EVAL | INFO | BENCH | TOKENIZE | ANEW,
         "threads; 0 = as many as this process may use"},
     {"seed", LONG, AT(seed), 0, 9e15, TRAIN | GENERATE, "seed of everything random"},

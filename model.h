@@ -955,7 +955,9 @@ MODEL_FN void model_update(Model *m, const OptimConfig *o) {
 }
 
 MODEL_FN StepState model_state(const Model *m) {
+    const Parallel *par = m->shape.par;
     StepState s;
+    if (par) comm_sync(par->on_ep), comm_sync(par->on_replicas), comm_sync(par->on_world);
     m->b->to_host(&s, m->state, sizeof s);
     return s;
 }

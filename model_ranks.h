@@ -83,9 +83,9 @@ MODEL_FN void layout_exchange(Model *m, int h_saved, act_t *H) {
             k->base = take(m, keep, routing, P, sizeof(int));
             if (slotwise && s.train) k->which_X = take(m, keep, routing, x->come, sizeof(int));
             if (s.train) k->X = take(m, keep, "rows of all ranks that came (R,C)", P * n * C, act);
-            k->H = !h_saved
-                ? H
-                : take(m, keep, "expert pre-activation H (S,2I)", 2 * x->come_slots * I, act);
+            k->H = !h_saved ? H
+                            : take(m, keep, "expert pre-activation H (S,2I)",
+                                  (size_t)2 * x->come_slots * I, act);
         }
     }
     for (int i = 0; i < EP_SETS; i++) {

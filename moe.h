@@ -104,6 +104,12 @@ warn(const char *fmt, ...) {
     va_end(ap);
 }
 
+static inline uint64_t text_hash(const char *s) { // FNV-1a
+    uint64_t h = 0xCBF29CE484222325u;
+    for (; *s; s++) h = (h ^ (unsigned char)*s) * 0x100000001B3u;
+    return h;
+}
+
 // seconds on a clock that only goes forward
 static inline double now_s(void) {
     struct timespec t;

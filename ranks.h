@@ -10,6 +10,14 @@
 /* Whether the layout fits: --ep, --batch, --placement and the model against W ranks. */
 static void ranks_check(const Options *o, int W) {
     const Config *c = &o->c;
+    const double rows = ceil((double)o->batch / W) * c->seq_len,
+                 chunk = rows < o->dispatch_chunk ? rows : o->dispatch_chunk,
+                 each = o->routing == ROUTING_ROUND ? c->n_experts : c->top_k;
+    if (o->ep > 1 && (o->ep * chunk * each > INT_MAX / 4 || rows * each > INT_MAX / 4))
+        die(USER_ERROR,
+            "--dispatch-chunk: expected fewer tokens, for %d ranks x %.0f x %.0f experts a token "
+            "are too many to count; lower it, or --batch",
+            o->ep, chunk, each);
     if (W % o->ep)
         die(USER_ERROR, "--ep: expected a divisor of the %d rank%s, found %d%s", W,
             W == 1 ? "" : "s", o->ep,
@@ -22,7 +30,7 @@ static void ranks_check(const Options *o, int W) {
     if (o->batch < W)
         die(USER_ERROR, "--batch: expected at least a sequence for each of the %d ranks, found %d",
             W, o->batch);
-    if (o->placement && o->ep == 1)
+    if (o->placement && strcmp(o->placement, "none") != 0 && o->ep == 1)
         die(USER_ERROR,
             "--placement: expected --ep 2 or more, found 1, where every rank has all experts");
     if (W > 1 && o->dense == DENSE_CUBLAS)
@@ -33,20 +41,33 @@ static void ranks_check(const Options *o, int W) {
    not given anew, is left behind. given: flags of the command line. */
 static void ranks_forget(Options *o, const int given[N_FLAGS], int W) {
     const int was = o->ep;
-    if (was_given(given, "ep") || W % was == 0) return;
-    o->ep = 1;
-    if (!was_given(given, "placement")) o->placement = NULL;
-    warn("--ep %d: the run had it, but there %s %d rank%s now: it goes on with all experts on each",
-        was, W == 1 ? "is" : "are", W, W == 1 ? "" : "s");
+    if (!was_given(given, "ep") && W % was) {
+        o->ep = 1;
+        warn("--ep %d: the run had it, but there %s %d rank%s now: it goes on with all experts on "
+             "each",
+            was, W == 1 ? "is" : "are", W, W == 1 ? "" : "s");
+    }
+    if (!o->placement || was_given(given, "placement") || !strcmp(o->placement, "none")) return;
+    int *position = malloc((size_t)o->c.n_layers * o->c.n_experts * sizeof *position);
+    Err err;
+    if (!position) die(RUN_ERROR, "no memory");
+    if (o->ep == 1)
+        fail(&err, "every rank has all experts now");
+    else if (!placement_read(o->placement, &o->c, o->ep, position, &err))
+        err.text[0] = 0;
+    if (err.text[0])
+        warn("--placement %s: the run had it, but %s: it goes on in index order", o->placement,
+            err.text);
+    if (err.text[0]) o->placement = NULL;
+    free(position);
 }
 
 /* How many ranks there are on this machine. *threads: for each of them where nobody said how many:
    those that it may use, unless ranks of the same machine would share them. */
 static int ranks_here(Comm *world, int *threads) {
     char name[256] = "";
-    uint64_t host = 0xCBF29CE484222325u;
     gethostname(name, sizeof name - 1);
-    for (const char *s = name; *s; s++) host = (host ^ (unsigned char)*s) * 0x100000001B3u;
+    const uint64_t host = text_hash(name);
     const uint64_t mine[2] = {host, (uint64_t)thread_max()};
     uint64_t *all = malloc((size_t)world->size * sizeof mine), used = 0;
     int here = 0;
@@ -57,7 +78,10 @@ static int ranks_here(Comm *world, int *threads) {
     free(all);
     const long cores = sysconf(_SC_NPROCESSORS_ONLN);
     const int share = thread_max() / here;
-    *threads = cores > 0 && used <= (uint64_t)cores ? thread_max() : share > 1 ? share : 1;
+    *threads = getenv("OMP_NUM_THREADS")       ? thread_max()
+        : cores > 0 && used <= (uint64_t)cores ? thread_max()
+        : share > 1                            ? share
+                                               : 1;
     return here;
 }
 
@@ -80,7 +104,8 @@ static void ranks_open(Parallel *par, const Comm *world, const Options *o, const
     par->bf16 = o->rows_dtype == ROWS_BF16;
     par->chunk = o->dispatch_chunk;
     placement_even(&o->c, position);
-    if (o->placement && placement_read(o->placement, &o->c, o->ep, position, &err))
+    if (o->placement && strcmp(o->placement, "none") != 0 &&
+        placement_read(o->placement, &o->c, o->ep, position, &err))
         die(USER_ERROR, "--placement: %s", err.text);
     parallel_open(par, &o->c, b, o->ep, position);
 }
@@ -185,9 +210,9 @@ static void ranks_counts(Parallel *par, CommCount sum[COMM_KINDS]) {
 
 /* Adds to a step's line: comm, for each kind of collective its calls on a rank, the bytes that all
    ranks sent to others, and the seconds of the rank that spent most; with experts on several ranks
-   rank_slots, the (token, expert) pairs that each of them computed, and rank_imbalance, the largest
-   over the mean, of the worst layer. load: the step's choices (L,E). All ranks call it. Returns 0,
-   or -1 without memory. */
+   rank_slots, how many choices fell on the experts of each rank of a replica, all replicas
+   together, before any are dropped, and rank_imbalance, the largest over the mean, of the worst layer. load:
+   the step's choices (L,E). All ranks call it. Returns 0, or -1 without memory. */
 static int ranks_log(Parallel *par, json_t *line, const Config *c, const int *load) {
     CommCount n[COMM_KINDS];
     double sums[COMM_KINDS], most[COMM_KINDS];

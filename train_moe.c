@@ -54,6 +54,27 @@ static int several(const Run *r) { return r->world.size > 1; }
 static Comm *all_ranks(Run *r) { return r->m.shape.par ? &r->par.world : &r->world; }
 // Whether any rank says so.
 static int anyone(Run *r, int so) { return several(r) ? comm_agree(all_ranks(r), so != 0) : so; }
+// All ranks must see the same `what`, which `text` says: a folder that is not shared is found here, not
+// when they wait for one another in vain.
+static void seen_alike(Run *r, const char *what, const char *text) {
+    const uint64_t mine = text_hash(text);
+    if (!several(r)) return;
+    uint64_t *all = malloc((size_t)r->world.size * sizeof *all);
+    if (!all) die(RUN_ERROR, "no memory");
+    comm_all_gather(all_ranks(r), all, &mine, 1, sizeof mine);
+    for (int k = 1; k < r->world.size; k++) {
+        if (all[k] == all[0]) continue;
+        if (k != r->world.rank) comm_barrier(all_ranks(r)); // that one ends it
+        this_rank = 0;
+        char host[256] = "";
+        gethostname(host, sizeof host - 1);
+        die(USER_ERROR,
+            "rank %d on %s: expected the same %s as rank 0, found others; all ranks read from a "
+            "file system that they share",
+            k, host, what);
+    }
+    free(all);
+}
 
 static volatile sig_atomic_t stop_signal;
 static void on_signal(int sig) {
@@ -257,6 +278,15 @@ static int save_tensors(Run *r, const char *folder, Err *err) {
         optimizer_write(folder, &m->c, &m->table, m->b, moment(m, 0), moment(m, 1), err);
 }
 
+static void data_alike(Run *r) {
+    json_t *j = data_identity(&r->data);
+    char *text = json_dumps(j, JSON_COMPACT);
+    if (!text) die(RUN_ERROR, "no memory");
+    seen_alike(r, "texts (--input, --val)", text);
+    free(text);
+    json_decref(j);
+}
+
 static void save(Run *r) {
     CkptWrite w;
     Err err;
@@ -305,6 +335,10 @@ static int load(Run *r, const char *folder, Err *err) {
             spread_read(folder, &m->c, m->b, &s, 0, m->base[A_PARAMS], m->base[A_BUFFERS], err) ||
             spread_read(folder, &m->c, m->b, &s, 1, moment(m, 0), moment(m, 1), err);
         if (!comm_agree(&r->par.world, rc)) return 0;
+        const int me = this_rank;
+        this_rank = 0;
+        if (rc && me) warn("rank %d: %s", me, err->text);
+        this_rank = me;
         return rc ? -1 : fail(err, "%s: another rank cannot read it", folder);
     }
     return model_read(folder, &m->c, &m->table, m->b, m->base[A_PARAMS], m->base[A_BUFFERS], err) ||
@@ -440,7 +474,8 @@ static void sample(Run *r) {
     // as a text begins, or a line of one where no token says so
     generator_feed(g, r->tok.eot >= 0 ? r->tok.eot : line_end(&r->tok));
     for (int i = 0; i < SAMPLE_TOKENS; i++) {
-        const int next = generator_next(g, &s);
+        int next = generator_next(g, &s);
+        if (several(r)) comm_broadcast(&r->par.world, &next, sizeof next, 0);
         if (next < 0 || next == r->tok.eot) break;
         const unsigned char *text = tokenizer_decode(&r->tok, next, &n);
         fwrite(text, 1, n, stdout);
@@ -533,7 +568,7 @@ static void train_loop(Run *r) {
     const Options *o = &r->o;
     const OptimConfig optim = {
         o->beta1, o->beta2, 1e-8, o->weight_decay, o->grad_clip, o->optimizer};
-    const int terminal = isatty(STDOUT_FILENO);
+    const int terminal = isatty(STDOUT_FILENO) && !several(r); // which mpirun says of any output
     const int64_t first = r->step, tokens = (int64_t)r->rows_a_step * o->c.seq_len;
     r->started = now_s();
     while (r->step < o->steps && !r->stop) {
@@ -567,8 +602,8 @@ static void train_loop(Run *r) {
         if (r->step == first + 10 && !last && o->log_every) {
             char left[32];
             show_time(left, (now_s() - r->started) / 10 * (double)(o->steps - first));
-            printf("%sthis run takes about %s; Ctrl-C saves a checkpoint and stops\n",
-                terminal ? "\n" : "", left);
+            printf("%sthis run takes about %s; %s saves a checkpoint and stops\n",
+                terminal ? "\n" : "", left, several(r) ? "SIGUSR1 to a rank" : "Ctrl-C");
         }
     }
     if (terminal && r->step < o->steps) putchar('\n');
@@ -654,6 +689,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
             "with info, --init or --vocab",
             o->preset, o->c.vocab_size);
     open_data(&r->data, o, &r->tok, 0);
+    data_alike(r);
     show_data(r);
     build(r);
     if (r->lead && ckpt_lock(r->out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
@@ -680,6 +716,7 @@ static void start_new(Run *r, const int given[N_FLAGS]) {
         warn("no architecture of transformers has %s: checkpoints say "
              "model_type moe_c, and only train_moe loads them",
             config_own(&o->c));
+    if (several(r)) comm_barrier(all_ranks(r)); // --init may be in there, and all have read it
     if (r->lead && o->overwrite && ckpt_clear(r->out, &err)) die(RUN_ERROR, "%s", err.text);
 }
 
@@ -699,6 +736,7 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
         snprintf(out, sizeof out, "%s", cl->out);
     else {
         newest_run(out, "latest");
+        if (several(r)) comm_broadcast(&r->world, out, sizeof out, 0);
         if (!*out) die(USER_ERROR, "--resume: no run found in out/; expected --resume FOLDER");
         *strrchr(out, '/') = 0;
     }
@@ -722,6 +760,18 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
         die(USER_ERROR, "--resume %s: expected the folder of a run with checkpoints, found %s", out,
             looks_like(out));
     if (r->lead && ckpt_lock(out, &r->lock, &err)) die(USER_ERROR, "%s", err.text);
+    if (several(r)) { // as it is now that nobody else writes there
+        char *text = NULL;
+        size_t size;
+        comm_barrier(&r->world);
+        free(steps);
+        if (ckpt_list(out, &steps, &n)) n = 0;
+        FILE *f = open_memstream(&text, &size);
+        for (int i = 0; i < n && f; i++) fprintf(f, "%lld ", (long long)steps[i]);
+        if (!f || fclose(f)) die(RUN_ERROR, "no memory");
+        seen_alike(r, "checkpoints", text);
+        free(text);
+    }
     // the newest one that is whole; a damaged one is said
     for (int i = n - 1; i >= 0; i--) {
         if (only >= 0 && steps[i] != only) continue;
@@ -765,6 +815,7 @@ static void start_resumed(Run *r, const Options *cl, const int given[N_FLAGS]) {
                     warn("the data are not those that this run was trained on: "
                          "it goes on with the new ones");
                 json_decref(now);
+                data_alike(r);
                 show_data(r);
                 build(r);
             }
@@ -825,6 +876,7 @@ static void command_train(const Options *cl, const int given[N_FLAGS], const Com
     act.sa_handler = on_signal;
     sigaction(SIGINT, &act, NULL);
     sigaction(SIGTERM, &act, NULL);
+    sigaction(SIGUSR1, &act, NULL); // which mpirun and srun hand on
     r.started = now_s();
     if (r.step > 0 && logged < r.step &&
         r.last) { // stopped between the checkpoint and its line, or before its validation
@@ -934,6 +986,11 @@ int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); // a closed pipe must not end a run
     signal(SIGXFSZ, SIG_IGN); // a file-size limit is a failed write, with a message
     o = defaults();
+    for (int i = 1, rank, size; i < argc; i++) // said once, and nobody waits for anybody
+        if (!strcmp(argv[i], "--help") && comm_launched(&rank, &size) >= 0) {
+            if (rank == 0) parse(&o, argc, argv, given);
+            return 0;
+        }
     comm_open(&world);
     this_rank = world.rank;
     if (this_rank && !freopen("/dev/null", "w", stdout))
@@ -959,6 +1016,7 @@ int main(int argc, char **argv) {
     case INFO: {
         char folder[CKPT_PATH];
         const char *found = info_of(&o, given, folder);
+        if (o.ranks > 1 || o.ep > 1) ranks_check(&o, o.ranks ? o.ranks : 1);
         command_info(&o, found);
         if (o.ranks > 1 || o.ep > 1) ranks_info(&o, stdout);
         break;

@@ -142,8 +142,17 @@ placements() {
     ranks 0 4 --resume o --placement placed.2
     near "$work/alone" o
     grep -q '"placement": "placed.2"' o/latest/trainer.json || no "the placement is not kept"
-    ranks 2 4 --resume o --steps 14 --ep 4
+    ranks 2 4 --resume o --steps 14 --ep 4 --placement placed.2
     once 'placement: placed.2: .*2.*4|4.*2'
+    # where it fits no more, it is left behind
+    ranks 0 2 --resume o --steps 14 --ep 1
+    said 'warning: --placement placed.2: the run had it, but every rank has all experts now'
+    ranks 0 4 "${flags[@]}" --steps 2 --out p --ep 2 --placement placed.1
+    rm placed.1
+    ranks 0 2 --resume p --steps 4
+    said 'warning: --placement placed.1: the run had it, but '
+    ranks 0 2 --resume p --steps 6 --placement none
+    [ ! -s stderr ] || no "$(reason)"
 }
 check parallel/placements placements
 # A run from before there were ranks.
@@ -201,6 +210,13 @@ terminated() { # one rank gets the signal, all save the same step
     steps_logged o $((step + 2))
 }
 for i in 1 2 3; do check parallel/sigterm_$i terminated $i; done
+handed_on() { # SIGUSR1, which mpirun gives to every rank
+    start
+    kill -USR1 "$(pgrep -x mpirun -P "$job")"
+    ended 0 20
+    said '^stopped at step [0-9]+ and saved it' stdout
+}
+check parallel/sigusr1 handed_on
 killed() { # the others end; what was saved is whole
     start
     kill -KILL "$(pgrep -x rank_train | sed -n "$1p")"
@@ -226,7 +242,31 @@ cannot_resume() { # nor its checkpoint
     [ "$(wc -l <o/metrics.jsonl)" = 2 ] || no "it went on"
 }
 check parallel/cannot_resume cannot_resume
+# Folders that are not shared: the ranks would wait for one another, or train on different things.
+not_shared() {
+    text 300 9 >other
+    run 2 timeout 30 mpirun -n 2 "$TRAIN" "${flags[@]}" --steps 2 --out o : \
+        -n 1 "$TRAIN" "${flags[@]/$work\/text/other}" --steps 2 --out o
+    once 'error: rank 2 on .*: expected the same texts .* as rank 0'
+    ranks 0 2 "${flags[@]}" --steps 4 --save-every 2 --out o
+    mkdir elsewhere && cp -a o elsewhere && rm -r elsewhere/o/step_00000004
+    for i in latest best; do ln -sfn step_00000002 elsewhere/o/$i; done
+    run 2 timeout 30 mpirun -n 1 "$TRAIN" --resume o --steps 6 : \
+        -n 1 -wdir elsewhere "$TRAIN" --resume o --steps 6
+    once 'error: rank 1 on .*: expected the same checkpoints as rank 0'
+    [ "$(wc -l <o/metrics.jsonl)" = 4 ] || no "it went on"
+}
+check parallel/not_shared not_shared
+# The folder that is replaced is the one that is read.
+in_place() {
+    ranks 0 2 "${flags[@]}" --steps 2 --out o
+    ranks 0 3 "${flags[@]}" --steps 2 --init o --out o --overwrite
+    steps_logged o 2
+}
+check parallel/init_in_place in_place
 refusals() {
+    ranks 0 2 --help
+    [ "$(grep -c '^usage: ' stdout)" = 1 ] && [ ! -s stderr ] || no "help: $(reason)"
     ranks 2 3 --nonsense
     once 'nonsense'
     ranks 2 2 "${flags[@]}" --ep 4 --out o
@@ -256,6 +296,10 @@ check parallel/not_finite not_finite
 # ---- a layout that is not there ------------------------------------------------------------------
 planned() {
     local bytes
+    run 0 "$TRAIN" info --preset small --ranks 64 --ep 8 --batch 64 # the README's
+    run 2 "$TRAIN" info --preset tiny --layers 1 --experts 256 --topk 8 --ranks 8 --ep 8 --batch 32768 \
+        --seq 4096 --dispatch-chunk 16777216
+    refused '--dispatch-chunk: expected fewer tokens'
     run 0 "$TRAIN" info "${model[@]}" --experts 64 --batch 128 --seq 16 --ranks 64 --ep 16 --zero 1
     said '^64 ranks, 4 with each expert, 2 sequences of a micro-batch on this one, ZeRO-1$' stdout
     said '^  rows, dedup ' stdout
