@@ -194,13 +194,12 @@ ended() { # STATUS SECONDS
     wait "$job" || status=$?
     [[ $status =~ ^($1)$ ]] || no "exit status $status, expected $1: $(reason)"
     [ $((SECONDS - began)) -le "$2" ] || no "it took $((SECONDS - began)) seconds"
-    ! pgrep -x rank_train >/dev/null || { sleep 2; ! pgrep -x rank_train; } ||
-        no "a rank is still there"
+    gone rank_train || no "a rank is still there"
 }
 terminated() { # one rank gets the signal, all save the same step
     local step
     start --zero 1
-    kill -TERM "$(pgrep -x rank_train | sed -n "$1p")"
+    kill -TERM "$(pids_of rank_train | sed -n "$1p")"
     ended 0 20
     said '^stopped at step [0-9]+ and saved it; to go on: train_moe --resume o' stdout
     step=$(sed -nE 's/^stopped at step ([0-9]+) .*/\1/p' stdout)
@@ -212,14 +211,16 @@ terminated() { # one rank gets the signal, all save the same step
 for i in 1 2 3; do check parallel/sigterm_$i terminated $i; done
 handed_on() { # SIGUSR1, which mpirun gives to every rank
     start
-    kill -USR1 "$(pgrep -x mpirun -P "$job")"
+    kill -USR1 "$(for p in $(pids_of mpirun); do
+        [ "$(cut -d ' ' -f 4 "/proc/$p/stat")" != "$job" ] || echo "$p"
+    done)"
     ended 0 20
     said '^stopped at step [0-9]+ and saved it' stdout
 }
 check parallel/sigusr1 handed_on
 killed() { # the others end; what was saved is whole
     start
-    kill -KILL "$(pgrep -x rank_train | sed -n "$1p")"
+    kill -KILL "$(pids_of rank_train | sed -n "$1p")"
     ended '[1-9][0-9]*' 20
     complete o/latest
     run 0 "$TRAIN" eval --model o/latest --input "$work/text" --eval-batches 1

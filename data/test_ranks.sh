@@ -80,8 +80,7 @@ ends() { # HOW RANK STATUS SECONDS PATTERN
     [ $((SECONDS - started)) -le "$4" ] || no "it took $((SECONDS - started)) seconds"
     [ ! "$5" ] || said "$5"
     ! grep -m 1 -E 'Sanitizer|runtime error:' stderr || exit 1
-    ! pgrep -x "rank_$how" >/dev/null || { sleep 2; ! pgrep -x "rank_$how"; } ||
-        no "a rank is still there"
+    gone "rank_$how" || no "a rank is still there"
 }
 check ranks/fine ends close 0 0 20 ''
 for rank in 0 1 2; do

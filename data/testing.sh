@@ -128,6 +128,19 @@ complete() {
     for file in $checkpoint_files; do [ -s "$1/$file" ] || no "$1: no $file"; done
 }
 
+# The processes of this name (15 letters at most), oldest first. A small system has no pgrep.
+pids_of() {
+    local p
+    if [ ! -r /proc/self/comm ]; then
+        pgrep -x "$1"
+        return
+    fi
+    for p in /proc/[0-9]*; do
+        if [ "$(cat "$p/comm" 2>/dev/null)" = "$1" ]; then echo "${p#/proc/}"; fi
+    done | sort -n
+}
+gone() { [ ! "$(pids_of "$1")" ] || { sleep 2 && [ ! "$(pids_of "$1")" ]; }; }
+
 # wait_for SECONDS COMMAND...: until it succeeds
 wait_for() {
     local end=$((SECONDS + $1))
