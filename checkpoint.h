@@ -1248,6 +1248,12 @@ CKPT_FN const void *stored_fetch(void *ctx, int i) {
     return list->staging;
 }
 
+// Every part, to the rank that writes.
+CKPT_FN int stored_send(StoredList *list) {
+    for (int i = 0; i < list->n; i++) stored_fetch(list, i);
+    return 0;
+}
+
 CKPT_FN int stored_write(StoredList *list, const char *folder, const char *file, Err *err) {
     char path[CKPT_PATH];
     if (path_join(path, folder, file, err)) return -1;
@@ -1265,10 +1271,9 @@ CKPT_FN int stored_write(StoredList *list, const char *folder, const char *file,
         rc = fail(err, "%s: out of memory for %llu bytes to copy through", shown(path),
             (unsigned long long)largest);
     else if (list->spread && !list->spread->writes)
-        for (rc = 0; rc < list->n; rc++) stored_fetch(list, rc);
+        rc = stored_send(list);
     else
         rc = safe_write(path, entries, list->n, stored_fetch, list, err);
-    if (rc > 0) rc = 0;
     free(entries);
     free(list->staging);
     list->staging = NULL;

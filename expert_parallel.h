@@ -112,7 +112,7 @@ typedef struct Exchange {
     int *host;                // room for counts, on the host
     size_t *counts;           // those of all chunks
     int *bases;
-    uint64_t rows_sent, slots_sent; // to other ranks, since they were set to 0
+    uint64_t rows_sent; // to other ranks, since it was set to 0
 } Exchange;
 
 // rows: most rows of a rank in a call. What is on the device is laid out by model.h.
@@ -162,13 +162,9 @@ static size_t ep_sum(const size_t *n, int P) {
 // To be called before the layers of a forward pass: how many rows each rank of the world has.
 EP_FN void ep_begin(Exchange *x, int B_all, int T) {
     const Parallel *par = x->par;
-    int most = 0;
-    for (int r = 0; r < par->world.size; r++) {
-        const int rows = share_of_batch(&par->world, B_all, r, NULL) * T;
-        if (rows > most) most = rows;
-        for (int p = 0; p < par->ep.size; p++)
-            if (par->ep.member[p] == r) x->rows[p] = rows;
-    }
+    const int most = share_of_batch(&par->world, B_all, 0, NULL) * T;
+    for (int p = 0; p < par->ep.size; p++)
+        x->rows[p] = share_of_batch(&par->world, B_all, par->ep.member[p], NULL) * T;
     x->chunks = (most + par->chunk - 1) / par->chunk;
     if (x->chunks > x->chunk_room)
         die(RUN_ERROR, "internal: %d chunks of rows, room for %d", x->chunks, x->chunk_room);
@@ -279,7 +275,6 @@ static void ep_dispatch(
             k->n.slots_to, sizeof(int));
         s->meta[2] = comm_all_to_all_start(
             par->on_ep, s->weight, k->n.slots_from, k->plan.weight, k->n.slots_to, b->stat_size);
-        x->slots_sent += ep_sum(k->n.slots_to, P) - k->n.slots_to[me];
     }
     memcpy(k->n.base, base, (size_t)P * sizeof(int));
     b->to_device(k->start, start, (size_t)P * sizeof(int));

@@ -125,7 +125,6 @@ typedef struct Model {
     char *step_stats;
     int n_segments;
     // several ranks
-    int B_all;              // sequences of the next call over all ranks
     int more_follow;        // gradients are not complete yet: another micro-batch follows
     TensorTable whole;      // of all ranks' tensors
     Exchange *exchange;     // experts on several ranks, else NULL
@@ -316,8 +315,7 @@ MODEL_FN void layout(Model *m) {
         : take(m, A_WORK, "next-token logits (B,V)", mul_sizes(s.B, c->vocab_size), act);
     ScratchShape sh = {s.B, s.T, (int)cache, (int)max_slots, s.train, 0};
     if (s.par && s.select) { // over the rows of all ranks
-        const size_t all = rows_of_ranks(s.par, s.B_all, s.T),
-                     most = slots_of(m, c->n_layers - 1, all);
+        const size_t all = (size_t)s.B_all * s.T, most = slots_of(m, c->n_layers - 1, all);
         static const char label[] = "routing of all ranks";
         Plan p = {(int)all, (int)E, (int)most, s.tile ? (int)E : (int)K, NULL, NULL, NULL, NULL,
             NULL, NULL};
@@ -459,7 +457,6 @@ MODEL_FN void model_plan(Model *m, const Config *c, const Backend *b, ModelShape
     m->b = b;
     m->shape = shape;
     m->capacity = -1;
-    m->B_all = shape.B_all ? shape.B_all : shape.B;
     m->layer = calloc(c->n_layers, sizeof *m->layer);
     const int P = par && moe_layers(c) ? par->ep.size : 1, here = c->n_experts / P;
     int *mine = P > 1 ? malloc((size_t)c->n_layers * c->n_experts * sizeof *mine) : NULL;
@@ -473,7 +470,8 @@ MODEL_FN void model_plan(Model *m, const Config *c, const Backend *b, ModelShape
     free(mine);
     buckets_open(&m->buckets, &m->table, par);
     if (P > 1)
-        m->exchange = exchange_open(par, b, c, shape.train, rows_of_one(par, m->B_all, shape.T));
+        m->exchange = exchange_open(
+            par, b, c, shape.train, share_of_batch(&par->world, shape.B_all, 0, NULL) * shape.T);
     layout(m);
 }
 
@@ -692,7 +690,7 @@ MODEL_FN Attn attn_of(const Model *m, int B, int T, int decoding) {
 
 MODEL_FN Router router_of(const Model *m, int N, int micro_batches) {
     const Config *c = &m->c;
-    const int all = m->shape.par ? rows_of_ranks(m->shape.par, m->B_all, m->shape.T) : N;
+    const int all = m->shape.par ? m->shape.B_all * m->shape.T : N;
     const double share = 1.0 / ((double)moe_layers(c) * micro_batches);
     // a hair off, so that 1.1 * 10 is 11
     const double limit = ceil(m->capacity * all * c->top_k / c->n_experts * (1 - 1e-12));
@@ -750,9 +748,9 @@ MODEL_FN void model_forward(Model *m, int B, int T, int decoding, int counting) 
     const double eps = m->c.norm_eps;
     const Attn a = attn_of(m, B, T, decoding);
     if (m->shape.par &&
-        B != share_of_batch(&m->shape.par->world, m->B_all, m->shape.par->world.rank, NULL))
+        B != share_of_batch(&m->shape.par->world, m->shape.B_all, m->shape.par->world.rank, NULL))
         die(RUN_ERROR, "internal: %d x %d rows are not this rank's share", B, T);
-    if (m->exchange) ep_begin(m->exchange, m->B_all, T);
+    if (m->exchange) ep_begin(m->exchange, m->shape.B_all, T);
     if (m->dense_offsets && N != m->layer[0].plan.rows) {
         int identity[2] = {0, N};
         b->to_device(m->dense_offsets, identity, sizeof identity);

@@ -5,28 +5,11 @@
 #ifndef MODEL_RANKS_H
 #define MODEL_RANKS_H
 
-// Rows of a call over all ranks.
-static inline int rows_of_ranks(const Parallel *par, int B_all, int T) {
-    int rows = 0;
-    for (int r = 0; r < par->world.size; r++)
-        rows += share_of_batch(&par->world, B_all, r, NULL) * T;
-    return rows;
-}
-
-// Most rows of any rank.
-static inline int rows_of_one(const Parallel *par, int B_all, int T) {
-    int most = 0;
-    for (int r = 0; r < par->world.size; r++) {
-        const int rows = share_of_batch(&par->world, B_all, r, NULL) * T;
-        if (rows > most) most = rows;
-    }
-    return most;
-}
-
 // Most rows and slots of a chunk that come to the experts of a rank: all rows of all ranks.
 static inline size_t rows_of_chunk(const Model *m) {
-    const size_t R = rows_of_one(m->shape.par, m->shape.B_all, m->shape.T),
-                 chunk = m->shape.par->chunk;
+    const ModelShape *s = &m->shape;
+    const size_t R = (size_t)share_of_batch(&s->par->world, s->B_all, 0, NULL) * s->T,
+                 chunk = s->par->chunk;
     return R < chunk ? R : chunk;
 }
 static inline size_t slots_that_come(const Model *m) {
@@ -112,22 +95,21 @@ MODEL_FN void layout_exchange(Model *m, int h_saved, act_t *H) {
 // The list of what this rank counts in the gradient's norm, from seg, that of all it has: its share
 // of every bucket, so that each parameter is counted once.
 MODEL_FN void list_own(Model *m, const Segment *seg) {
-    const Buckets *x = &m->buckets;
-    const int zero = m->shape.par && m->shape.par->zero;
+    const Parallel *par = m->shape.par;
     if (!m->own) return;
     Segment *own = malloc((m->table.count + 1) * sizeof *own);
     m->own_tensor = malloc((m->table.count + 1) * sizeof(int));
     if (!own || !m->own_tensor) die(RUN_ERROR, "no memory");
-    for (int i = 0, s = 0, k = 0; i < m->table.count; i++) {
+    for (int i = 0, s = 0; i < m->table.count; i++) {
         if (!m->table.tensor[i].row->trained) continue;
         const Segment all = seg[s++];
-        while (x->bucket[k].offset + x->bucket[k].count <= all.offset) k++;
-        const Bucket *b = &x->bucket[k];
-        const size_t begin = b->offset + b->shard, end = begin + b->shared;
-        const size_t from = all.offset > begin ? all.offset : begin,
-                     to = all.offset + all.count < end ? all.offset + all.count : end;
+        const Bucket *b = bucket_at(&m->buckets, all.offset);
+        const Comm *g = bucket_group(par, b);
+        size_t from;
+        const size_t to = shard_of(b, g->size, g->rank, all.offset, all.count, &from);
         if (from >= to) continue;
-        Segment part = {from, to - from, all.decay, zero ? b->moment + from - begin : from};
+        Segment part = {from, to - from, all.decay,
+            par->zero ? b->moment + from - (b->offset + b->shard) : from};
         m->own_tensor[m->n_own] = i;
         own[m->n_own++] = part;
     }
@@ -147,7 +129,7 @@ MODEL_FN void select_over_ranks(Model *m, int l, int N, Router r) {
     if (!rows) die(RUN_ERROR, "no memory");
     int first = 0;
     for (int k = 0; k < par->world.size; k++) {
-        rows[k] = (size_t)share_of_batch(&par->world, m->B_all, k, NULL) * m->shape.T;
+        rows[k] = (size_t)share_of_batch(&par->world, m->shape.B_all, k, NULL) * m->shape.T;
         if (k < par->world.rank) first += (int)rows[k];
     }
     comm_all_reduce(par->on_world, y->count, E, COMM_I32, COMM_SUM);

@@ -35,13 +35,13 @@ typedef struct Parallel {
     Comm device[3];
 } Parallel;
 
-// Most sequences of B_all that rank r gets: as evenly as can be, and never none: where there are
-// fewer than ranks, some get one that does not count.
+// Sequences of B_all, at least one a rank, that rank r gets, and the first of them: as evenly as can
+// be; rank 0 has the most.
 static inline int share_of_batch(const Comm *world, int B_all, int r, int *first) {
     const size_t begin = comm_share((size_t)B_all, world->size, r),
                  end = comm_share((size_t)B_all, world->size, r + 1);
     if (first) *first = (int)begin;
-    return end > begin ? (int)(end - begin) : 1;
+    return (int)(end - begin);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -118,6 +118,22 @@ static inline size_t shard_begin(size_t n, int size, int r) {
     return at < n ? at : n;
 }
 
+/* Which of `count` elements from offset on, of a tensor in bucket b, are in the share of rank r of the
+   `size` that share it: from *from up to the end that is returned; none where that is not larger. */
+static inline size_t shard_of(
+    const Bucket *b, int size, int r, size_t offset, size_t count, size_t *from) {
+    const size_t begin = b->offset + shard_begin(b->count, size, r),
+                 end = b->offset + shard_begin(b->count, size, r + 1);
+    *from = offset > begin ? offset : begin;
+    return offset + count < end ? offset + count : end;
+}
+// The bucket that has the element at this offset.
+static inline const Bucket *bucket_at(const Buckets *x, size_t offset) {
+    const Bucket *b = x->bucket;
+    while (b->offset + b->count <= offset) b++;
+    return b;
+}
+
 // From the table of the tensors that this rank has. par NULL: one rank.
 PAR_FN void buckets_open(Buckets *x, const TensorTable *t, const Parallel *par) {
     memset(x, 0, sizeof *x);
@@ -158,6 +174,12 @@ static const size_t *bucket_counts(Buckets *x, const Bucket *b, int size) {
     return x->counts;
 }
 
+// Waits for the oldest where too many are under way, before bucket i joins them.
+static void bucket_joins(Buckets *x, int i) {
+    if (x->next - x->oldest == BUCKETS_UNDER_WAY) comm_finish(x->bucket[x->order[x->oldest++]].sum);
+    x->order[x->next++] = i;
+}
+
 /* Starts the sums of the gradients of a layer (-1: of what is in no layer), which are complete on
    this rank. grads: the arena. Without ZeRO-1 every rank gets the sums, with it those of its share
    alone. Few are under way at a time; the oldest is waited for. */
@@ -168,14 +190,12 @@ PAR_FN void buckets_start(
         Comm *g = bucket_group(par, k);
         char *at = (char *)grads + k->offset * b->grad_size;
         if (k->layer != layer || g->size == 1) continue;
-        if (x->next - x->oldest == BUCKETS_UNDER_WAY)
-            comm_finish(x->bucket[x->order[x->oldest++]].sum);
+        bucket_joins(x, i);
         if (par->zero)
             k->sum = comm_reduce_scatter_start(g, at + k->shard * b->grad_size, at,
                 bucket_counts(x, k, g->size), comm_type_of(b->grad_type), COMM_SUM);
         else
             k->sum = comm_all_reduce_start(g, at, k->count, comm_type_of(b->grad_type), COMM_SUM);
-        x->order[x->next++] = i;
     }
     comm_poll(par->on_world);
 }
@@ -192,11 +212,9 @@ PAR_FN void buckets_gather(Buckets *x, const Parallel *par, const Backend *b, pa
         Comm *g = bucket_group(par, k);
         char *at = (char *)params + k->offset * b->param_size;
         if (g->size == 1) continue;
-        if (x->next - x->oldest == BUCKETS_UNDER_WAY)
-            comm_finish(x->bucket[x->order[x->oldest++]].sum);
+        bucket_joins(x, i);
         k->sum = comm_all_gather_counts_start(
             g, at, at + k->shard * b->param_size, bucket_counts(x, k, g->size), b->param_size);
-        x->order[x->next++] = i;
     }
     buckets_finish(x);
 }

@@ -128,7 +128,7 @@ static size_t model_here(
     const Model *m, const Tensor *x, int moments, int r, int once, size_t *first, size_t *count) {
     const Parallel *par = m->shape.par;
     const Tensor *t = tensor_of(&m->table, x->row->kind, x->layer);
-    const int P = par->ep.size, R = par->replicas.size, experts = x->row->shard == SHARD_EXPERT;
+    const int P = par->ep.size, experts = x->row->shard == SHARD_EXPERT;
     *first = *count = 0;
     if (x->expert >= 0) {
         const int at = par->position[x->layer * m->c.n_experts + x->expert],
@@ -140,17 +140,14 @@ static size_t model_here(
         if (!once || r == (experts ? r % P : 0)) *count = x->count; // of the first replica
         return t->offset;
     }
-    const Bucket *b = m->buckets.bucket;
-    while (b->offset + b->count <= t->offset) b++;
-    const int size = experts ? R : par->world.size, own = experts ? r / P : r;
-    const size_t begin = b->offset + shard_begin(b->count, size, own),
-                 end = b->offset + shard_begin(b->count, size, own + 1),
-                 from = t->offset > begin ? t->offset : begin,
-                 to = t->offset + t->count < end ? t->offset + t->count : end;
+    const Bucket *b = bucket_at(&m->buckets, t->offset);
+    const int size = experts ? par->replicas.size : par->world.size, own = experts ? r / P : r;
+    size_t from;
+    const size_t to = shard_of(b, size, own, t->offset, t->count, &from);
     if (from >= to) return 0;
     *first = from - t->offset;
     *count = to - from;
-    return b->moment + from - begin; // this rank's
+    return b->moment + from - (b->offset + b->shard); // this rank's
 }
 
 // For Spread: what this rank has; and all of it to rank 0.
@@ -268,7 +265,6 @@ static void ranks_info(const Options *o, FILE *f) {
     const Backend *b = backend_of(o);
     const Config *c = &o->c;
     const int W = o->ranks ? o->ranks : 1;
-    ranks_check(o, W);
     comm_open_dry(&dry, 0, W);
     ranks_open(&par, &dry, o, b);
     model_plan(&m, c, b, ranks_shape(train_shape(o), &par));
