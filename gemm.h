@@ -251,51 +251,60 @@ GEMM_FN real log_real(real x) { return (real)log_d((double)x); }
 
 // ---------------------------------------------------------------------------- sums in lanes
 
+typedef real quad __attribute__((vector_size(4 * sizeof(real)), aligned(sizeof(real)), may_alias));
+typedef lane_int quad_int
+    __attribute__((vector_size(4 * sizeof(real)), aligned(sizeof(real)), may_alias));
+#define LANE_VECTORS (LANES / VL)
+
 // The lanes' sum: lane i takes lane i + 8, then i + 4, i + 2, i + 1.
 GEMM_INLINE real lanes_sum(const vreal *acc) {
-    real s[LANES];
-    memcpy(s, acc, sizeof s);
-    for (int h = LANES / 2; h > 0; h /= 2)
-        for (int i = 0; i < h; i++) s[i] += s[i + h];
-    return s[0];
+    const quad *q = (const quad *)acc;
+    const quad s = (q[0] + q[2]) + (q[1] + q[3]);
+    return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
 // sum over i < n of a[i] * b[i]: each lane one chain of fused multiply-adds.
 GEMM_FN real dot(const real *a, const real *b, int n) {
-    vreal acc[LANES * sizeof(real) / GEMM_VBYTES];
-    memset(acc, 0, sizeof acc);
-    for (int i = 0; i < n; i += LANES)
-        for (int v = 0; v < LANES / VL; v++) {
-            int j = i + v * VL;
-            acc[v] = vfma(vload(a + j, n - j), vload(b + j, n - j), acc[v]);
-        }
+    vreal acc[LANE_VECTORS] = {0};
+    for (; n >= LANES; n -= LANES, a += LANES, b += LANES)
+        UNROLL for (int v = 0; v < LANE_VECTORS; v++) acc[v] =
+            vfma(vload(a + v * VL, VL), vload(b + v * VL, VL), acc[v]);
+    for (int v = 0; n > 0 && v < LANE_VECTORS; v++)
+        acc[v] = vfma(vload(a + v * VL, n - v * VL), vload(b + v * VL, n - v * VL), acc[v]);
     return lanes_sum(acc);
 }
 
 // sum over i < n of x[i].
 GEMM_FN real sum(const real *x, int n) {
-    vreal acc[LANES * sizeof(real) / GEMM_VBYTES];
-    memset(acc, 0, sizeof acc);
-    for (int i = 0; i < n; i += LANES)
-        for (int v = 0; v < LANES / VL; v++) acc[v] += vload(x + i + v * VL, n - i - v * VL);
+    vreal acc[LANE_VECTORS] = {0};
+    for (; n >= LANES; n -= LANES, x += LANES)
+        UNROLL for (int v = 0; v < LANE_VECTORS; v++) acc[v] += vload(x + v * VL, VL);
+    for (int v = 0; n > 0 && v < LANE_VECTORS; v++) acc[v] += vload(x + v * VL, n - v * VL);
     return lanes_sum(acc);
+}
+
+// The larger of two, NaN if one of them is, in every lane.
+GEMM_INLINE vreal vmax(vreal a, vreal b) { return vselect((b > a) | (b != b), b, a); }
+GEMM_INLINE quad quad_max(quad a, quad b) {
+    const quad_int take = (b > a) | (b != b);
+    return (quad)((take & (quad_int)b) | (~take & (quad_int)a));
+}
+
+// The largest lane, NaN if one of them is.
+GEMM_INLINE real largest_lane(vreal x) {
+    if (VL < 4) return x[1] > x[0] || x[1] != x[1] ? x[1] : x[0];
+    quad m = *(const quad *)&x;
+    for (int i = 4; i < VL; i += 4) m = quad_max(m, *(const quad *)((const real *)&x + i));
+    m = quad_max(m, __builtin_shufflevector(m, m, 2, 3, 0, 1));
+    return quad_max(m, __builtin_shufflevector(m, m, 1, 0, 3, 2))[0];
 }
 
 // The largest of x[0..n), NaN if any of them is NaN, -Inf if n is 0.
 GEMM_FN real max_of(const real *x, int n) {
-    real lane[LANES], best = -(real)INFINITY;
-    for (int l = 0; l < LANES; l++) lane[l] = best;
-    int i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l += VL) {
-            vreal v = *(const vreal *)(x + i + l), m = *(vreal *)(lane + l);
-            *(vreal *)(lane + l) = vselect((v > m) | (v != v), v, m);
-        }
-    for (int l = 0; i + l < n; l++)
-        if (x[i + l] > lane[l] || x[i + l] != x[i + l]) lane[l] = x[i + l];
-    for (int l = 0; l < LANES; l++)
-        if (lane[l] > best || lane[l] != lane[l]) best = lane[l];
-    return best;
+    vreal best = vset(-(real)INFINITY);
+    for (; n >= VL; n -= VL, x += VL) best = vmax(best, vload(x, VL));
+    for (; n > 0; n--, x++) best = vmax(best, vset(*x));
+    return largest_lane(best);
 }
 
 // ---------------------------------------------------------------------------------- threads
@@ -347,6 +356,7 @@ typedef struct {
 #define GEMM_KC         256            // values of k in a block: part of the promise, never tuned
 #define GEMM_NC         384            // columns packed at a time, at most: 384 KiB of floats in L2
 #define GEMM_MA         (16 * GEMM_MR) // rows of A copied at a time: 96 KiB of floats in L2
+#define GEMM_DIRECT     128            // columns that do not pay a copy of A
 #define GEMM_LINE       ((int)(64 / sizeof(real))) // reals in a cache line
 #define GEMM_SPLIT_COLS 256 // a product is cut for more threads down to tiles of this many
 #define GEMM_SPLIT_ROWS 96  // columns and rows; below, packing outweighs the balance
@@ -366,8 +376,6 @@ GEMM_INLINE size_t gemm_row(const Operand *o, int x) { return (size_t)(o->idx ? 
 
 // Packs rows k0.. and columns j0.. of B, (k, cols), as panels (cols / NR, k, NR), zero at the edge.
 static void gemm_pack_b(real *out, const Operand *b, int k0, int k, int j0, int cols) {
-    typedef real quad
-        __attribute__((vector_size(4 * sizeof(real)), aligned(sizeof(real)), may_alias));
     for (int j = 0; j < cols; j += GEMM_NR, out += (size_t)k * GEMM_NR) {
         int width = gemm_min(cols - j, GEMM_NR);
         for (int x = 0; x < k && !b->trans; x++) {
@@ -427,15 +435,6 @@ GEMM_FN void gemm_pack(real *out, const Operand *b, int k, int n) {
         gemm_pack_b(out + (size_t)k0 * gemm_columns(n), b, k0, gemm_min(k - k0, GEMM_KC), 0, n);
 }
 
-// Copies k values of rows i0.. of A, (rows, k), to whole strips of MR rows: past the edge, the last
-// row again.
-static void gemm_copy_a(real *out, const Operand *a, int k0, int k, int i0, int rows) {
-    for (int i = 0; i < rows || i % GEMM_MR; i++) {
-        size_t from = gemm_row(a, i0 + gemm_min(i, rows - 1));
-        memcpy(out + (size_t)i * (size_t)k, a->p + from * a->ld + k0, (size_t)k * sizeof(real));
-    }
-}
-
 // acc += the outer product of the values a[i][x], i < MR, and a row of b, (NR).
 GEMM_INLINE void gemm_step(vreal *acc, const real *const *a, size_t x, const real *b) {
     vreal bv[GEMM_NV];
@@ -447,12 +446,11 @@ GEMM_INLINE void gemm_step(vreal *acc, const real *const *a, size_t x, const rea
     }
 }
 
-// C (MR, NR) = or += a (MR, k) times the packed panel b (k, NR), one block of k. a's rows are `row`
-// reals apart, the values in a row `step`. `first`: C is written without being read.
+// C (MR, NR) = or += A (MR, k) times the packed panel b (k, NR), one block of k. Row i of A begins at
+// a[i], its values are `step` reals apart. `first`: C is written without being read.
 GEMM_INLINE void gemm_block(
-    const real *a, size_t row, size_t step, const real *b, int k, real *c, size_t ldc, int first) {
-    const real *const rows[GEMM_MR] = {
-        a, a + row, a + 2 * row, a + 3 * row, a + 4 * row, a + 5 * row};
+    const real *const *a, size_t step, const real *b, int k, real *c, size_t ldc, int first) {
+    const real *const rows[GEMM_MR] = {a[0], a[1], a[2], a[3], a[4], a[5]};
     vreal acc[GEMM_MR * GEMM_NV], zero = {0};
     for (int i = 0; i < GEMM_MR; i++) __builtin_prefetch(c + (size_t)i * ldc + GEMM_NR - 1);
     UNROLL for (int t = 0; t < GEMM_MR * GEMM_NV; t++) acc[t] = zero;
@@ -467,31 +465,46 @@ GEMM_INLINE void gemm_block(
     }
 }
 
-// The kernel: a block with the values of a row beside each other, or in strips (k, MR). Two
-// functions, so that `step` is a constant: then four steps of k take 21 instructions each, 12 of
-// them products (AVX2). What else there is costs little on a core of one's own, which issues more than it
-// multiplies, and a third of the speed where two hardware threads share a core.
+// The kernel: a block of rows that lie anywhere, of a packed strip (k, MR), or of a transposed A as it
+// is stored. Functions of their own, so that `step` is a constant where it can be: then a step of
+// k takes 21 instructions, 12 of them products (AVX2). A core of one's own issues twice as many as it
+// multiplies and would not notice more; one that two hardware threads share does.
 static __attribute__((noinline)) void gemm_rows(
-    const real *a, size_t row, const real *b, int k, real *c, size_t ldc, int first) {
-    gemm_block(a, row, 1, b, k, c, ldc, first);
+    const real *const *a, const real *b, int k, real *c, size_t ldc, int first) {
+    gemm_block(a, 1, b, k, c, ldc, first);
 }
-static __attribute__((noinline)) void gemm_strips(
+static __attribute__((noinline)) void gemm_strip(
     const real *a, const real *b, int k, real *c, size_t ldc, int first) {
-    gemm_block(a, 1, GEMM_MR, b, k, c, ldc, first);
+    const real *const rows[GEMM_MR] = {a, a + 1, a + 2, a + 3, a + 4, a + 5};
+    gemm_block(rows, GEMM_MR, b, k, c, ldc, first);
 }
-GEMM_INLINE void gemm_kernel(
-    const real *a, int strips, const real *b, int k, real *c, size_t ldc, int first) {
-    if (strips)
-        gemm_strips(a, b, k, c, ldc, first);
+static __attribute__((noinline)) void gemm_stored(
+    const real *a, size_t step, const real *b, int k, real *c, size_t ldc, int first) {
+    const real *const rows[GEMM_MR] = {a, a + 1, a + 2, a + 3, a + 4, a + 5};
+    gemm_block(rows, step, b, k, c, ldc, first);
+}
+
+// A strip of A: its rows; or its first value, where a transposed A's values are `step` reals apart.
+typedef struct {
+    const real *const *rows;
+    const real *p;
+    size_t step;
+} Strip;
+
+GEMM_INLINE void gemm_kernel(Strip a, const real *b, int k, real *c, size_t ldc, int first) {
+    if (a.rows)
+        gemm_rows(a.rows, b, k, c, ldc, first);
+    else if (a.step == GEMM_MR)
+        gemm_strip(a.p, b, k, c, ldc, first);
     else
-        gemm_rows(a, (size_t)k, b, k, c, ldc, first);
+        gemm_stored(a.p, a.step, b, k, c, ldc, first);
 }
 
 // The kernel for a tile of C at the edge, (rows, cols) of it inside: by way of a whole tile.
-static void gemm_edge(const real *a, int strips, const real *b, int k, real *c, size_t ldc,
-    int rows, int cols, int first) {
+static void gemm_edge(
+    Strip a, const real *b, int k, real *c, size_t ldc, int rows, int cols, int first) {
     real tile[GEMM_MR * GEMM_NR];
-    gemm_kernel(a, strips, b, k, tile, GEMM_NR, 1);
+    gemm_kernel(a, b, k, tile, GEMM_NR, 1);
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < cols; j++) {
             real *out = c + (size_t)i * ldc + j, value = tile[i * GEMM_NR + j];
@@ -513,28 +526,36 @@ static void gemm_tile(const Gemm *g, int i0, int i1, int j0, int j1, real *scrat
         else
             gemm_pack_b(bp, &g->b, k0, k, j0, j1 - j0);
         for (int m0 = i0; m0 < i1; m0 += GEMM_MA) {
-            int m1 = gemm_min(m0 + GEMM_MA, i1);
-            if (g->a.trans)
-                gemm_pack_a(ap, &g->a, k0, k, m0, m1 - m0);
-            else
-                gemm_copy_a(ap, &g->a, k0, k, m0, m1 - m0);
+            // rows are read where they lie, past the edge the last one again; a transposed A is packed
+            // in strips, or its whole ones are read where they lie if few columns would share them
+            const real *rows[GEMM_MA];
+            int m = gemm_min(GEMM_MA, i1 - m0), whole = 0;
+            int strips = (m + GEMM_MR - 1) / GEMM_MR, across = (j1 - j0 + GEMM_NR - 1) / GEMM_NR;
+            for (int i = 0; i < strips * GEMM_MR && !g->a.trans; i++)
+                rows[i] = g->a.p + gemm_row(&g->a, m0 + gemm_min(i, m - 1)) * g->a.ld + (size_t)k0;
+            if (g->a.trans && !g->a.idx && j1 - j0 <= GEMM_DIRECT) whole = m / GEMM_MR * GEMM_MR;
+            if (g->a.trans && m > whole) gemm_pack_a(ap, &g->a, k0, k, m0 + whole, m - whole);
             // a panel of B stays in L1 for all of A's block, or where k is short a strip of A for all
             // of B's panels: then C is walked along its rows
-            int strips = (m1 - m0 + GEMM_MR - 1) / GEMM_MR,
-                across = (j1 - j0 + GEMM_NR - 1) / GEMM_NR;
             int by_panel = k > GEMM_KC / 2;
             int outer = by_panel ? across : strips, inner = by_panel ? strips : across;
             for (int o = 0; o < outer; o++)
                 for (int x = 0; x < inner; x++) {
                     int i = (by_panel ? x : o) * GEMM_MR, j = (by_panel ? o : x) * GEMM_NR;
-                    const real *a = ap + (size_t)i * (size_t)k, *b = panels + (size_t)j * (size_t)k;
+                    Strip a = {g->a.trans ? NULL : rows + i, NULL, GEMM_MR};
+                    if (i < whole) {
+                        a.p = g->a.p + (size_t)k0 * g->a.ld + (size_t)(m0 + i);
+                        a.step = g->a.ld;
+                    } else if (g->a.trans)
+                        a.p = ap + (size_t)(i - whole) * (size_t)k;
+                    const real *b = panels + (size_t)j * (size_t)k;
                     real *c = g->c + (size_t)(m0 + i) * g->ldc + (size_t)(j0 + j);
-                    int rows = gemm_min(m1 - m0 - i, GEMM_MR),
-                        cols = gemm_min(j1 - j0 - j, GEMM_NR);
-                    if (rows == GEMM_MR && cols == GEMM_NR)
-                        gemm_kernel(a, g->a.trans, b, k, c, g->ldc, first);
+                    int rows_in = gemm_min(m - i, GEMM_MR),
+                        cols_in = gemm_min(j1 - j0 - j, GEMM_NR);
+                    if (rows_in == GEMM_MR && cols_in == GEMM_NR)
+                        gemm_kernel(a, b, k, c, g->ldc, first);
                     else
-                        gemm_edge(a, g->a.trans, b, k, c, g->ldc, rows, cols, first);
+                        gemm_edge(a, b, k, c, g->ldc, rows_in, cols_in, first);
                 }
         }
     }

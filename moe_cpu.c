@@ -326,6 +326,33 @@ static int all_finite(const real *x, size_t n) {
     return !bad;
 }
 
+// The mask of a block's keys that a row sees, the first `seen`: its vector v.
+static inline vint seen_mask(int seen, int v) {
+    static const lane_int ones[2 * KEY_BLOCK] = {[0 ... KEY_BLOCK - 1] = -1};
+    return *(const vint *)(ones + KEY_BLOCK - seen + v * VL);
+}
+
+/* Turns a row of scores, of KEY_BLOCK keys of which it sees the first `seen`, into exp(scale s - m)
+   and zeros, with m the largest of `top` and these; returns m, and the sum of the row in *total. */
+static inline real softmax_block(real *s, int seen, real scale, real top, real *total) {
+    enum { V = KEY_BLOCK / VL };
+    vreal x[V], acc[LANE_VECTORS] = {0}, best = vset(-INFINITY);
+    UNROLL for (int v = 0; v < V; v++) {
+        x[v] = vload(s + v * VL, VL) * vset(scale);
+        if (seen < KEY_BLOCK) x[v] = vselect(seen_mask(seen, v), x[v], vset(-INFINITY));
+        best = vmax(best, x[v]);
+    }
+    const real here = largest_lane(best), m = here > top || here != here ? here : top;
+    UNROLL for (int v = 0; v < V; v++) {
+        x[v] = vexp(x[v] - vset(m));
+        if (seen < KEY_BLOCK) x[v] = (vreal)((vint)x[v] & seen_mask(seen, v));
+        acc[v % LANE_VECTORS] += x[v];
+        vstore(s + v * VL, x[v], VL);
+    }
+    *total = lanes_sum(acc);
+    return m;
+}
+
 /* Key blocks are fixed from key 0 and a row skips what lies beyond its own position, so a row meets
    the same sums in training, in a batch of any size, and one token at a time with a cache. */
 static void attention_forward(act_t *out_, stat_t *lse_, const act_t *q_, const act_t *k_,
@@ -361,16 +388,13 @@ static void attention_forward(act_t *out_, stat_t *lse_, const act_t *q_, const 
                 p + i0 * KEY_BLOCK, KEY_BLOCK, rows - i0, keys, hd, 0};
             gemm_serial(&scores, pack);
             for (int i = i0; i < rows; i++) {
-                real *s = p + i * KEY_BLOCK, *o = out + (size_t)i * ld;
-                const int seen = min_int(keys, pos0 + i - j0 + 1);
-                for (int j = 0; j < seen; j++) s[j] *= scale;
-                real top = max_of(s, seen), m_new = top > m[i] || top != top ? top : m[i];
-                for (int j = 0; j < seen; j += VL)
-                    vstore(s + j, vexp(vload(s + j, seen - j) - vset(m_new)), seen - j);
-                for (int j = seen; j < keys; j++) s[j] = 0;
-                real fade = exp_real(m[i] - m_new);
-                l[i] = l[i] * fade + sum(s, seen);
-                m[i] = m_new;
+                real total,
+                    top = softmax_block(
+                        p + i * KEY_BLOCK, min_int(keys, pos0 + i - j0 + 1), scale, m[i], &total);
+                const real fade = exp_real(m[i] - top);
+                real *o = out + (size_t)i * ld;
+                l[i] = l[i] * fade + total;
+                m[i] = top;
                 for (int d = 0; d < hd; d++) o[d] *= fade;
             }
             Gemm mix = {{p + i0 * KEY_BLOCK, KEY_BLOCK, NULL, 0},
@@ -439,15 +463,16 @@ static void attention_backward(act_t *dq_, act_t *dk_, act_t *dv_, const act_t *
                         const size_t t = i0 + i;
                         const int seen = min_int(keys, i0 + i - j0 + 1);
                         real *pi = p + i * KEY_BLOCK, *dsi = ds + i * KEY_BLOCK;
-                        for (int j = 0; j < seen; j += VL) {
-                            vreal s = vload(pi + j, seen - j) * vset(scale);
-                            vreal prob = vexp(s - vset(lse[t]));
-                            vstore(pi + j, prob, seen - j);
-                            vstore(dsi + j,
-                                prob * (vload(dsi + j, seen - j) - vset(D[t])) * vset(scale),
-                                seen - j);
+                        for (int v = 0; v < KEY_BLOCK / VL; v++, pi += VL, dsi += VL) {
+                            vreal prob = vexp(vload(pi, VL) * vset(scale) - vset(lse[t]));
+                            vreal d = prob * (vload(dsi, VL) - vset(D[t])) * vset(scale);
+                            if (seen < KEY_BLOCK) {
+                                prob = (vreal)((vint)prob & seen_mask(seen, v));
+                                d = (vreal)((vint)d & seen_mask(seen, v));
+                            }
+                            vstore(pi, prob, VL);
+                            vstore(dsi, d, VL);
                         }
-                        for (int j = seen; j < keys; j++) pi[j] = dsi[j] = 0;
                     }
                     const Operand Pt = {p, KEY_BLOCK, NULL, 1}, dSt = {ds, KEY_BLOCK, NULL, 1};
                     const Operand dS = {ds, KEY_BLOCK, NULL, 0};
