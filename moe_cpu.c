@@ -509,17 +509,15 @@ static inline void sigmoid_row(real *s, const real *z, int E) {
     for (int e = 0; e < E; e += VL) vstore(s + e, sigmoid(vload(z + e, E - e)), E - e);
 }
 
-/* Chooses on logits (softmax is monotone) or on sigmoid score + bias. The scan keeps the first of
-   equals, so ties go to the lowest id, and ids are valid and distinct whatever the values are. */
+/* Chooses on logits (softmax is monotone) or on sigmoid score + bias: a list of the best so far, the
+   best first, in which an expert goes behind its equals, so that ties go to the lowest id. Ids are
+   valid and distinct whatever the values are. */
 static void choose_topk(int *idx, const real *score, int E, int K) {
-    for (int k = 0; k < K; k++) {
-        int best = -1;
-        for (int e = 0; e < E; e++) {
-            int taken = 0;
-            for (int j = 0; j < k; j++) taken |= idx[j] == e;
-            if (!taken && (best < 0 || score[e] > score[best])) best = e;
-        }
-        idx[k] = best;
+    for (int e = 0; e < E; e++) {
+        int at = min_int(e, K);
+        if (at == K && !(score[e] > score[idx[K - 1]])) continue;
+        for (at -= at == K; at > 0 && score[e] > score[idx[at - 1]]; at--) idx[at] = idx[at - 1];
+        idx[at] = e;
     }
 }
 
