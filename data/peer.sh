@@ -5,7 +5,8 @@
 #     PYTHON=venv/bin/python data/peer.sh        a python with torch: pip install torch
 #
 # Settings: SHAPES ("experts,a token,width ..."), ROUNDS, THREADS, WAYS (flags of torch_moe.py, a comma between
-# them, "" = none), TRAIN (the program).
+# them), LIMIT (seconds that a run of PyTorch may take: compiling 64 experts a layer takes minutes; one that
+# fails is not tried again), TRAIN (the program).
 set -euo pipefail
 export LC_ALL=C
 cd "$(dirname "$0")/.."
@@ -27,16 +28,21 @@ for shape in "${shapes[@]}"; do
     IFS=, read -r E K I <<<"$shape"
     for ((round = 0; round < rounds; round++)); do
         for way in "${ways[@]}"; do
+            [ ! -e "$work/failed.$shape.$way" ] || continue
             "$train" bench --preset small --experts "$E" --topk "$K" --d-expert "$I" --threads "$threads" --json |
                 tr ',' '\n' | field tok_per_s >>"$work/own.$shape"
             IFS=, read -ra flags <<<"$way"
-            "$python" data/torch_moe.py --experts "$E" --topk "$K" --d-expert "$I" --threads "$threads" --variant \
-                "${flags[@]}" 2>>"$work/err.$way" | field tok_per_s >>"$work/$shape.$way" || echo "peer: PyTorch fails: $way" >&2
+            timeout "${LIMIT:-600}" "$python" data/torch_moe.py --experts "$E" --topk "$K" --d-expert "$I" --threads "$threads" --variant \
+                "${flags[@]}" 2>"$work/err" | field tok_per_s >>"$work/$shape.$way" || {
+                echo "peer: PyTorch fails: $shape $way: $(tail -n 1 "$work/err")" >&2
+                : >"$work/failed.$shape.$way"
+            }
         done
     done
     own=$(median <"$work/own.$shape") best=0 list=
     for way in "${ways[@]}"; do
-        rate=$(median <"$work/$shape.$way")
+        rate=
+        [ -e "$work/failed.$shape.$way" ] || rate=$(median <"$work/$shape.$way")
         list+="${list:+; }${way/,--/, } ${rate:-fails}"
         [ "${rate:-0}" -le "$best" ] || best=$rate
     done

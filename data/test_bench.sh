@@ -113,3 +113,30 @@ goes_on() {
     said 'another processor'
 }
 if [ -r /proc/cpuinfo ]; then check worth/goes_on goes_on; else echo "skip worth: no /proc/cpuinfo"; fi
+
+# data/peer.sh with programs that only say a speed: who is best, and the ratio to it.
+peer() {
+    cat >ours <<'END'
+#!/bin/sh
+echo '{"x": 1, "step": {"tok_per_s": 1000.5, "y": 2}}'
+END
+    cat >python <<'END'
+#!/bin/sh
+case "$*" in
+    *version*) echo 9.9 ;;
+    *import*) ;;
+    *loop*) exit 1 ;;
+    *compile*) echo '{"tok_per_s": 400.2}' ;;
+    *) echo '{"tok_per_s": 300}' ;;
+esac
+END
+    chmod +x ours python
+    run 0 env PYTHON="$PWD/python" TRAIN="$PWD/ours" ROUNDS=2 SHAPES='8,2,512' \
+        WAYS='sorted sorted,--compile loop' bash "$root/data/peer.sh"
+    grep -q '^| 8, 2, 512 | 1000 | sorted 300; sorted, compile 400; loop fails | 2.50 |$' stdout ||
+        no "found: $(cat stdout)"
+    grep -q 'PyTorch 9.9' stdout || no "no version"
+    run 2 env PYTHON=false TRAIN="$PWD/ours" bash "$root/data/peer.sh"
+    said 'PYTHON='
+}
+check bench/peer peer
