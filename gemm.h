@@ -358,9 +358,10 @@ typedef struct {
 #define GEMM_MA         (16 * GEMM_MR) // rows of A copied at a time: 96 KiB of floats in L2
 #define GEMM_DIRECT     128            // columns that do not pay a copy of A
 #define GEMM_LINE       ((int)(64 / sizeof(real))) // reals in a cache line
-#define GEMM_SPLIT_COLS 256 // a product is cut for more threads down to tiles of this many
-#define GEMM_SPLIT_ROWS 96  // columns and rows; below, packing outweighs the balance
-#define GEMM_TILES      4   // tiles for each thread, so that the last ones end together
+#define GEMM_SPLIT_COLS 256            // a product is cut down to tiles of this many columns
+#define GEMM_SPLIT_ROWS 288            // and rows, below which packing outweighs the balance;
+#define GEMM_LEAST_ROWS 48             // down to so many rows only if threads would have no tile
+#define GEMM_TILES      4              // tiles for each thread, so that the last ones end together
 #define GEMM_ALONE      (64 * 64 * 64) // multiply-adds under which no second thread is woken
 
 // Scratch of one thread, in bytes: a packed block of B, then of A. Align it to 64 bytes.
@@ -583,7 +584,8 @@ static Tiling gemm_tiling(const Gemm *g, int share, int threads) {
     int across = gemm_min(share, most);
     t.cols = gemm_cut(g->n, across > least ? across : least, GEMM_NR);
     t.across = (g->n + t.cols - 1) / t.cols;
-    most = g->m / GEMM_SPLIT_ROWS;
+    most = gemm_min((threads + t.across - 1) / t.across, g->m / GEMM_LEAST_ROWS);
+    if (most < g->m / GEMM_SPLIT_ROWS) most = g->m / GEMM_SPLIT_ROWS;
     int down = gemm_min((share + t.across - 1) / t.across, most);
     while (share >= threads && down < most && down * t.across % threads != 0) down++;
     t.rows = gemm_cut(g->m, down > 1 ? down : 1, GEMM_MR);
