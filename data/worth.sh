@@ -5,9 +5,11 @@
 #     data/worth.sh            goes on where it stopped; about two and a half hours on two cores in all
 #     data/worth.sh table      only the table and the picture of the runs so far (gnuplot)
 #
-# What runs: every model with each learning rate at the smaller budget, seed 1; then, with the rate
-# that was best for it, every seed at every budget. A run that is done is appended to the file of runs
-# (data/worth.tsv, committed), all of it at once, so it may be stopped at any moment.
+# What runs: every model with each learning rate at the smallest budget, first seed; then, with the rate
+# that was best for it, every seed at every budget, the largest budget first. The run that chose the
+# rate is one of those (the same training, to the bit), its rows are written again and not run again.
+# A run that is done is appended to the file of runs (data/worth.tsv, committed), all of it at once, so
+# it may be stopped at any moment.
 #
 # A budget is seconds of training. Seconds a step are measured once, before the first run, models by
 # turns, and kept in the file: budget / seconds = steps, so that the schedule of the learning rate is
@@ -15,7 +17,7 @@
 # the run really took, with its evaluations, stands beside.
 #
 # Columns: what (speed, rate, run), model, learning rate, seed, budget in s, seconds a step, steps in
-# all, step, seconds, elapsed seconds, validation loss.
+# all, step, seconds, elapsed seconds, validation loss; of speed: the shape and the processor at the end.
 #
 # Settings: WORTH (the file), BUDGETS, RATES, SEEDS, TEXT (a file or folder, instead of
 # data/get_text.sh large), TRAIN (the program), SHAPE (flags of all models).
@@ -87,9 +89,9 @@ measure_speed() {
         done
     done
     for name in "${names[@]}"; do
-        printf 'speed\t%s\t-\t-\t-\t%s\t-\t-\t-\t-\t%s\n' "$name" \
+        printf 'speed\t%s\t-\t-\t-\t%s\t-\t-\t-\t%s\t%s\n' "$name" \
             "$(median <"$work/speed.$name" | awk '{ printf "%.5f", $1 / 1000 }')" \
-            "$(processor | tr '\t' ' ')"
+            "${shape[*]} ${model[$name]}" "$(processor | tr '\t' ' ')"
     done >"$work/rows"
     cat "$work/rows" >>"$file"
 }
@@ -98,6 +100,11 @@ measure_speed() {
 one() {
     local each steps every
     [ "$(rows "$1" "$2" "$3" "$4" "$5" | wc -l)" = 0 ] || return 0
+    rows rate "$2" "$3" "$4" "$5" | sed "s/^rate/$1/" >"$work/rows"
+    if [ -s "$work/rows" ]; then
+        cat "$work/rows" >>"$file"
+        return
+    fi
     each=$(rows speed "$2" '' '' '' | cut -f 6)
     steps=$(awk -v b="$5" -v e="$each" 'BEGIN { n = int(b / e); print n < 2 ? 2 : n }')
     every=$((steps / EVALS > 0 ? steps / EVALS : 1))
@@ -116,8 +123,9 @@ one() {
 }
 # The rate of a model whose run at the smaller budget ended lowest; nothing before all have run.
 best_rate() {
-    rows rate "$1" '' '' '' | awk -F '\t' -v n=${#rates[@]} '
-        $8 == $7 { seen++; if (best == "" || $11 < best) { best = $11; rate = $3 } }
+    rows rate "$1" '' '' '' | awk -F '\t' -v list="${rates[*]}" '
+        BEGIN { n = split(list, wanted, " "); for (i = 1; i <= n; i++) is[wanted[i]] = 1 }
+        $8 == $7 && $3 in is { seen++; if (best == "" || $11 < best) { best = $11; rate = $3 } }
         END { if (seen >= n) print rate }'
 }
 
@@ -128,11 +136,16 @@ if [ "${1:-}" != table ]; then
     was=$(rows speed '' '' '' '' | cut -f 11 | head -n 1)
     [ -z "$was" ] || [ "$was" = "$(processor)" ] ||
         stop "the runs in $file are of another processor ($was): WORTH=FILE starts another file"
+    for name in "${names[@]}"; do
+        was=$(rows speed "$name" '' '' '' | cut -f 10)
+        [ -z "$was" ] || [ "$was" = "${shape[*]} ${model[$name]}" ] ||
+            stop "the runs in $file are of another shape ($was): WORTH=FILE starts another file"
+    done
     measure_speed
     for name in "${names[@]}"; do
         for rate in "${rates[@]}"; do one rate "$name" "$rate" "${seeds[0]}" "${budgets[0]}"; done
     done
-    for budget in "${budgets[@]}"; do
+    for budget in $(printf '%s\n' "${budgets[@]}" | sort -rn); do
         for seed in "${seeds[@]}"; do
             for name in "${names[@]}"; do one run "$name" "$(best_rate "$name")" "$seed" "$budget"; done
         done
