@@ -16,7 +16,7 @@
  * Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008): pack
  * a block of B into panels that stay in cache, walk rows of A over them with a register kernel.
  *
- * Start reading at Gemm and gemm_tile; gemm_kernel is where the time goes. `real` is float, or
+ * Start reading at Gemm and gemm_tile; gemm_block is where the time goes. `real` is float, or
  * double in the reference build (-Dreal=double). Everything is static; C11 and C++17, GNU dialect.
  */
 #ifndef GEMM_H
@@ -355,7 +355,7 @@ typedef struct {
 #define GEMM_NR         (GEMM_NV * VL)
 #define GEMM_KC         256            // values of k in a block: part of the promise, never tuned
 #define GEMM_NC         384            // columns packed at a time, at most: 384 KiB of floats in L2
-#define GEMM_MA         (16 * GEMM_MR) // rows of A copied at a time: 96 KiB of floats in L2
+#define GEMM_MA         (16 * GEMM_MR) // rows of A at a time: packed, 96 KiB of floats in L2
 #define GEMM_DIRECT     128            // columns that do not pay a copy of A
 #define GEMM_LINE       ((int)(64 / sizeof(real))) // reals in a cache line
 #define GEMM_SPLIT_COLS 256            // a product is cut down to tiles of this many columns

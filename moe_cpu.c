@@ -1015,11 +1015,15 @@ typedef struct CombineTile {
     int r0, r1, c0, c1;
 } CombineTile;
 
-static inline int combine_rows(
-    int R, int C) { // rows of a tile: enough tiles for all threads, else as many as can be
-    const int strips = blocks_of(C, STRIP), want = 4 * thread_max();
+/* Rows of a tile: enough tiles for all threads, else as many as can be; and where experts are many, so
+   many that each has a row of products for its weights, which every tile reads. */
+static inline int combine_rows(const Plan *p, int C) {
+    const int R = p->rows, strips = blocks_of(C, STRIP), want = 4 * thread_max();
     const int per = blocks_of(R, max_int(1, blocks_of(want, strips)));
-    return max_int(TILE_ROWS, min_int(per, 16 * TILE_ROWS));
+    const int few = max_int(TILE_ROWS, min_int(per, 16 * TILE_ROWS));
+    const double each = (double)p->offsets[p->E] / p->E / max_int(1, R); // slots of an expert a row
+    const double most = blocks_of(R, thread_max());
+    return each * few >= TILE_ROWS ? few : max_int(few, (int)fmin(most, TILE_ROWS / (each + 1e-9)));
 }
 static inline CombineTile combine_tile(int task, int rows, int R, int C) {
     const int strips = blocks_of(C, STRIP);
@@ -1084,7 +1088,7 @@ static void expert_down_forward(act_t *out_, const act_t *H_, const act_t *A_, M
     const Plan *p, int accumulate, void *scratch) {
     real *out = out_;
     const real *H = H_, *A = A_, *weight = p->weight;
-    const int C = W2.rows, I = W2.cols, rows = combine_rows(p->rows, C);
+    const int C = W2.rows, I = W2.cols, rows = combine_rows(p, C);
     const size_t part = (size_t)EXPERT_ROWS * (I + STRIP) * sizeof(real) + gemm_serial_bytes();
     const Panels panels = expert_panels(&scratch, W2, 1, p->E, STRIP, p->rows);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
@@ -1182,7 +1186,7 @@ static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const 
     const Plan *p, int accumulate, void *scratch) {
     real *dX = dX_;
     const real *dH = dH_;
-    const int C = W1.cols, I2 = W1.rows, E = p->E, rows = combine_rows(p->rows, C);
+    const int C = W1.cols, I2 = W1.rows, E = p->E, rows = combine_rows(p, C);
     const size_t part = (size_t)EXPERT_ROWS * STRIP * sizeof(real) + gemm_serial_bytes();
     void *rest = scratch;
     const Panels panels = expert_panels(&scratch, W1, 0, E, STRIP, p->rows);
