@@ -345,7 +345,6 @@ static inline real softmax_block(real *s, int seen, real scale, real top, real *
     const real here = largest_lane(best), m = here > top || here != here ? here : top;
     UNROLL for (int v = 0; v < V; v++) {
         x[v] = vexp(x[v] - vset(m));
-        if (seen < KEY_BLOCK) x[v] = (vreal)((vint)x[v] & seen_mask(seen, v));
         acc[v % LANE_VECTORS] += x[v];
         vstore(s + v * VL, x[v], VL);
     }

@@ -59,7 +59,7 @@ static int anyone(Run *r, int so) { return several(r) ? comm_agree(all_ranks(r),
 static void seen_alike(Run *r, const char *what, const char *text) {
     const uint64_t mine = text_hash(text);
     if (!several(r)) return;
-    uint64_t *all = malloc((size_t)r->world.size * sizeof *all);
+    uint64_t *all = calloc((size_t)r->world.size, sizeof *all);
     if (!all) die(RUN_ERROR, "no memory");
     comm_all_gather(all_ranks(r), all, &mine, 1, sizeof mine);
     for (int k = 1; k < r->world.size; k++) {

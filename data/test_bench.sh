@@ -98,7 +98,7 @@ goes_on() {
     cut -f 1-9,11 whole >first
     same again first
     run 2 env SHAPE='--layers 2' WORTH="$PWD/w.tsv" TEXT="$work/text" TRAIN="$TRAIN" bash "$root/data/worth.sh"
-    said 'another shape (--layers 1'
+    said 'another shape \(--layers 1'
     # the numbers of the table, from runs that are known
     printf '%s\t' speed dense - - - 0.1 - - - - x >w.tsv
     printf '\n' >>w.tsv
