@@ -16,7 +16,7 @@ fi
 every() { # RANKS [ARG...]
     local status=0 n=$1
     shift
-    OMP_NUM_THREADS=1 timeout 1500 mpirun -n "$n" "$PARALLEL" "$@" \
+    OMP_NUM_THREADS=1 timeout 300 mpirun -n "$n" "$PARALLEL" "$@" \
         </dev/null >"$work/out" 2>"$work/err" || status=$?
     grep -E '^(ok|FAIL|skip) ' "$work/out"
     [ $status = 0 ] || grep -q '^FAIL ' "$work/out" || {
