@@ -1014,15 +1014,15 @@ typedef struct CombineTile {
     int r0, r1, c0, c1;
 } CombineTile;
 
-/* Rows of a tile: enough tiles for all threads, else as many as can be; and where experts are many, so
-   many that each has a row of products for its weights, which every tile reads. */
+/* Rows of a tile: enough tiles for all threads, else as many as can be; and more where an expert, whose
+   weights every tile reads, would have fewer than TILE_ROWS slots in it. */
 static inline int combine_rows(const Plan *p, int C) {
     const int R = p->rows, strips = blocks_of(C, STRIP), want = 4 * thread_max();
     const int per = blocks_of(R, max_int(1, blocks_of(want, strips)));
-    const int few = max_int(TILE_ROWS, min_int(per, 16 * TILE_ROWS));
-    const double each = (double)p->offsets[p->E] / p->E / max_int(1, R); // slots of an expert a row
-    const double most = blocks_of(R, thread_max());
-    return each * few >= TILE_ROWS ? few : max_int(few, (int)fmin(most, TILE_ROWS / (each + 1e-9)));
+    const size_t slots = max_int(1, p->offsets[p->E]), full = (size_t)TILE_ROWS * p->E * R / slots;
+    const int most = blocks_of(R, thread_max());
+    return max_int(
+        max_int(TILE_ROWS, min_int(per, 16 * TILE_ROWS)), full < (size_t)most ? (int)full : most);
 }
 static inline CombineTile combine_tile(int task, int rows, int R, int C) {
     const int strips = blocks_of(C, STRIP);
