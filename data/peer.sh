@@ -10,6 +10,7 @@
 set -euo pipefail
 export LC_ALL=C
 cd "$(dirname "$0")/.."
+. data/measuring.sh
 read -ra shapes <<<"${SHAPES:-8,2,512 64,8,128}"
 read -ra ways <<<"${WAYS:-sorted sorted,--compile loop grouped}"
 rounds=${ROUNDS:-5} threads=${THREADS:-$(nproc)} train=${TRAIN:-./train_moe} python=${PYTHON:-python3}
@@ -19,8 +20,7 @@ stop() { echo "peer: $*" >&2; exit 2; }
 "$python" -c 'import torch' 2>/dev/null || stop "expected a python with torch, $python has none: PYTHON=..."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-median() { sort -g | awk '{ x[NR] = $1 } END { if (NR) printf "%.0f", NR % 2 ? x[(NR + 1) / 2] : (x[NR / 2] + x[NR / 2 + 1]) / 2 }'; }
-field() { sed -nE 's/.*"'"$1"'": *([-+0-9.e]+).*/\1/p' | head -n 1; }
+rate_of() { median <"$1" | awk '{ printf "%.0f", $1 }'; }
 
 echo "| experts, a token, width | this program, tokens/s | PyTorch $("$python" -c 'import torch; print(torch.__version__)'), tokens/s | ratio to the best |"
 echo "|---|---|---|---|"
@@ -39,10 +39,10 @@ for shape in "${shapes[@]}"; do
             }
         done
     done
-    own=$(median <"$work/own.$shape") best=0 list=
+    own=$(rate_of "$work/own.$shape") best=0 list=
     for way in "${ways[@]}"; do
         rate=
-        [ -e "$work/failed.$shape.$way" ] || rate=$(median <"$work/$shape.$way")
+        [ -e "$work/failed.$shape.$way" ] || rate=$(rate_of "$work/$shape.$way")
         list+="${list:+; }${way/,--/, } ${rate:-fails}"
         [ "${rate:-0}" -le "$best" ] || best=$rate
     done

@@ -71,7 +71,7 @@ check bench/refuses refused_bench
 
 text 3000 >"$work/text"
 worth() {
-    env WORTH="$PWD/w.tsv" BUDGETS='0.3 0.6' RATES='1e-3 4e-3' SEEDS='1 2' TEXT="$work/text" \
+    env WORTH="$PWD/w.tsv" BUDGETS='0.3 0.6' RATES="${RATES:-1e-3 4e-3}" SEEDS='1 2' TEXT="$work/text" \
         TRAIN="$TRAIN" SHAPE='--layers 1 --d-model 16 --heads 2 --kv-heads 1 --head-dim 8 --seq 16 --batch 2' \
         "$@" bash "$root/data/worth.sh" ${table:+table}
 }
@@ -87,6 +87,10 @@ goes_on() {
         $1 == "run" { used[$2, $3] = 1 }
         END { for (k in used) { split(k, p, SUBSEP); if (rate[p[1]] != p[2]) bad = 1 } exit bad }' w.tsv ||
         no "runs with another rate than the best"
+    [ "$(awk -F '\t' '$1 == "run" { print $5; exit }' w.tsv)" = 0.6 ] || no "the largest budget is not first"
+    # the run that chose a rate is not made again: its rows are there twice, times and all
+    awk -F '\t' '$1 == "run" && $4 == 1 && $5 == 0.3' w.tsv | sed 's/^run/rate/' >twice
+    [ -s twice ] && ! grep -vxFf w.tsv twice || no "runs that are not those that chose the rate"
     cp w.tsv whole
     run 0 worth
     same w.tsv whole
@@ -99,6 +103,11 @@ goes_on() {
     same again first
     run 2 env SHAPE='--layers 2' WORTH="$PWD/w.tsv" TEXT="$work/text" TRAIN="$TRAIN" bash "$root/data/worth.sh"
     said 'another shape \(--layers 1'
+    # a rate that is not asked for is not chosen, however good
+    cp whole w.tsv
+    RATES=4e-3 run 0 worth
+    awk -F '\t' '$1 == "run" && $3 == "4e-3" && $7 == $8' w.tsv | wc -l | grep -qx 12 || no "other rates than asked for"
+    cp whole w.tsv
     # the numbers of the table, from runs that are known
     printf '%s\t' speed dense - - - 0.1 - - - - x >w.tsv
     printf '\n' >>w.tsv

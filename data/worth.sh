@@ -24,6 +24,7 @@
 set -euo pipefail
 export LC_ALL=C
 cd "$(dirname "$0")/.."
+. data/measuring.sh
 
 file=${WORTH:-data/worth.tsv}
 read -ra budgets <<<"${BUDGETS:-180 600}"
@@ -74,8 +75,6 @@ trained() {
         >"$work/out" 2>"$work/err" || { cat "$work/err" >&2; exit 1; }
     mv "$work/run/metrics.jsonl" "$work/log"
 }
-field() { sed -nE 's/.*"'"$1"'":([-+0-9.e]+).*/\1/p'; }
-median() { sort -g | awk '{ x[NR] = $1 } END { print NR % 2 ? x[(NR + 1) / 2] : (x[NR / 2] + x[NR / 2 + 1]) / 2 }'; }
 processor() { sed -nE 's/^model name\s*: //p' /proc/cpuinfo 2>/dev/null | head -n 1; }
 
 measure_speed() {
