@@ -105,8 +105,11 @@ goes_on() {
     said 'another shape \(--layers 1'
     # a rate that is not asked for is not chosen, however good
     cp whole w.tsv
-    RATES=4e-3 run 0 worth
-    awk -F '\t' '$1 == "run" && $3 == "4e-3" && $7 == $8' w.tsv | wc -l | grep -qx 12 || no "other rates than asked for"
+    local worse=4e-3
+    ! grep -q $'^run\tdense\t4e-3' whole || worse=1e-3
+    RATES=$worse run 0 worth
+    awk -F '\t' -v r=$worse '$1 == "run" && $2 == "dense" && $3 == r && $7 == $8' w.tsv | wc -l | grep -qx 4 ||
+        no "another rate than $worse, which alone was asked for"
     cp whole w.tsv
     # the numbers of the table, from runs that are known
     printf '%s\t' speed dense - - - 0.1 - - - - x >w.tsv

@@ -19,6 +19,9 @@
 # Columns: what (speed, rate, run), model, learning rate, seed, budget in s, seconds a step, steps in
 # all, step, seconds, elapsed seconds, validation loss; of speed: the shape and the processor at the end.
 #
+# The models are narrow enough for ten minutes to be many bytes a parameter (about 40): at a width of 192
+# no model has seen enough to be told apart (data/worth_192.tsv).
+#
 # Settings: WORTH (the file), BUDGETS, RATES, SEEDS, TEXT (a file or folder, instead of
 # data/get_text.sh large), TRAIN (the program), SHAPE (flags of all models).
 set -euo pipefail
@@ -31,12 +34,12 @@ read -ra budgets <<<"${BUDGETS:-180 600}"
 read -ra rates <<<"${RATES:-2e-3 4e-3 8e-3}"
 read -ra seeds <<<"${SEEDS:-1 2 3}"
 train=${TRAIN:-./train_moe}
-read -ra shape <<<"${SHAPE:---preset tiny --d-model 192 --heads 4 --kv-heads 2 --head-dim 48}"
+read -ra shape <<<"${SHAPE:---preset tiny}"
 EVALS=20 # of a run
 declare -A model=(
-    [dense]='--experts 1 --topk 1 --d-expert 384'
-    [8-2]='--experts 8 --topk 2 --d-expert 192'
-    [64-8]='--experts 64 --topk 8 --d-expert 48'
+    [dense]='--experts 1 --topk 1 --d-expert 256'
+    [8-2]='--experts 8 --topk 2 --d-expert 128'
+    [64-8]='--experts 64 --topk 8 --d-expert 32'
 )
 names=(dense 8-2 64-8)
 
@@ -69,7 +72,7 @@ trained() {
     local -a flags
     read -ra flags <<<"${model[$1]}"
     rm -rf "$work/run"
-    "$train" "${shape[@]}" "${flags[@]}" "${inputs[@]}" --val-fraction 0.005 --steps "$2" --lr "$3" \
+    "$train" "${shape[@]}" "${flags[@]}" "${inputs[@]}" --val-fraction 0.004 --steps "$2" --lr "$3" \
         --min-lr "$(awk -v r="$3" 'BEGIN { print r / 20 }')" --seed "$4" --eval-every "$5" \
         --save-every 0 --sample-every 0 --warmup "$(($2 / 20 + 1))" --out "$work/run" \
         >"$work/out" 2>"$work/err" || { cat "$work/err" >&2; exit 1; }
