@@ -179,6 +179,7 @@ typedef struct CommWorld { // what all groups of a program share
     int last_id, tag_limit;
     int mpi, open;           // MPI runs; comm_close has not come
     double timeout, heard;   // seconds; when a message last arrived
+    double crowded;          // until then others compute on this core
     size_t message, scratch; // bytes: the longest MPI message; memory of a sum that is under way
     int check;               // all-to-all compares counts first
 } CommWorld;
@@ -598,12 +599,15 @@ COMM_FN void comm_finish(CommRequest *q) {
                 "else",
                 q->c->member[q->c->rank], w->timeout, comm_kind_names[q->kind],
                 comm_mpi_missing(q));
-        // at first be quick, then leave the core to those who compute on it
-        const struct timespec nap = {0, 50000};
-        if (now - since < 1e-3)
+        /* At first be quick, then leave the core to those who compute on it. A core that is shared
+           with other work comes back from a yield after milliseconds, from a short sleep at once. */
+        const int early = now - since < 1e-3, yields = early && now > w->crowded;
+        const struct timespec nap = {0, early ? 1000 : 50000};
+        if (yields)
             sched_yield();
         else
             nanosleep(&nap, NULL);
+        if (yields && now_s() - now > 1e-3) w->crowded = now + 0.1;
 #endif
     }
     if (q->home && q->home_bytes)

@@ -151,13 +151,13 @@ wait_for() {
     done
 }
 
-# Open MPI's settings: more ranks than cores, which yield while they wait; root may; shared memory
-# only, without the one-sided copies that containers refuse. Other MPIs do not look at these.
+# Open MPI's settings: more ranks than cores; comm.h says how they wait; root may; shared memory only,
+# without the one-sided copies that containers refuse. Other MPIs do not look at these.
 mpi_settings() {
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
     export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
     export PRTE_MCA_hwloc_default_binding_policy=none
-    export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_pml=ob1 OMPI_MCA_btl=^tcp
+    export OMPI_MCA_mpi_yield_when_idle=0 OMPI_MCA_pml=ob1 OMPI_MCA_btl=^tcp
     export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_btl_sm_use_cma=0
 }
