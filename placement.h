@@ -1,5 +1,5 @@
 /* placement.h: which rank has which experts, when the experts of a layer are spread over ranks. It
-   knows moe.h, checkpoint.h (files) and jansson.
+   knows moe.h, safetensors.h (files) and jansson.
 
    A placement is an array position (n_layers, E): expert e of layer l is at position[l*E + e] =
    rank * (E / ranks) + its index among those of the rank. Dense layers: the identity. As a file:
@@ -19,7 +19,7 @@
 #ifndef PLACEMENT_H
 #define PLACEMENT_H
 
-#include "checkpoint.h"
+#include "safetensors.h"
 
 #define PLACE_FN __attribute__((unused)) static
 

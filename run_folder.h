@@ -17,6 +17,12 @@
 
 #include "checkpoint.h"
 
+#include <dirent.h>
+#include <sys/file.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
+
 enum { STEP_NAME = 32 };
 
 // A checkpoint while it is written. The caller puts files into `path`.

@@ -1,5 +1,5 @@
 /* tokenizer.h: text to tokens and back. It knows jansson, stb_ds, PCRE2 where it is there,
-   checkpoint.h for reading and writing files, and what dataloader.h asks of an encoder.
+   safetensors.h for reading and writing files, and what dataloader.h asks of an encoder.
 
    Two kinds. Bytes: 256 tokens, id = value of the byte, no end-of-text token. And byte-level BPE, as
    GPT-2 has it: a pattern splits the text into words; a word begins as its bytes, and of all merges
@@ -26,7 +26,7 @@
 #ifndef TOKENIZER_H
 #define TOKENIZER_H
 
-#include "checkpoint.h"
+#include "safetensors.h"
 #include "dataloader.h" // TEXT_BEGINS, TEXT_ENDS
 
 // Who writes a file or learns a vocabulary has nothing to save when memory ends.
