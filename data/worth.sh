@@ -31,7 +31,7 @@ cd "$(dirname "$0")/.."
 
 file=${WORTH:-data/worth.tsv}
 read -ra budgets <<<"${BUDGETS:-180 600}"
-read -ra rates <<<"${RATES:-2e-3 4e-3 8e-3}"
+read -ra rates <<<"${RATES:-1e-3 2e-3 4e-3}"
 read -ra seeds <<<"${SEEDS:-1 2 3}"
 train=${TRAIN:-./train_moe}
 read -ra shape <<<"${SHAPE:---preset tiny}"
