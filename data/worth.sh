@@ -220,12 +220,16 @@ if command -v gnuplot >/dev/null; then
         cd "$work"
         cat >plot <<END
 set terminal svg size 900,600 font ",14" background "white"
-set title "Validation loss over seconds of training, ${budgets[-1]} s; median and spread over seeds"
+set title "Validation loss over seconds of training, ${budgets[-1]} s; median and spread over seeds; line: where the dense one ends"
 set xlabel "seconds"
 set ylabel "cross entropy (nats a byte)"
 set grid
-set logscale y
 END
+        # the first evaluations, much higher than the rest, are left out; a line at the dense one's end
+        top=$(awk 'FNR == 3 && $4 > top { top = $4 } END { if (top) print top }' "${names[@]}")
+        [ -z "$top" ] || echo "set yrange [*:$top]" >>plot
+        end=$(tail -n 1 dense | cut -d ' ' -f 2)
+        [ -z "$end" ] || echo "set arrow from graph 0, first $end to graph 1, first $end nohead lc 1 lw 1" >>plot
         draw=
         colour=0
         for name in "${names[@]}"; do
