@@ -76,6 +76,11 @@ worth() {
         "$@" bash "$root/data/worth.sh" ${table:+table}
 }
 finals() { awk -F '\t' -v w="$1" '$1 == w && $7 == $8' w.tsv | wc -l; }
+# Where the last point of a curve is drawn: x, y (down). The very last is that of the legend.
+ends() {
+    awk -v of="<title>$1</title>" 'index($0, "<title>") { on = index($0, of) } on' w.svg |
+        grep -oE "translate\([0-9.]+,[0-9.]+\) scale" | tail -n 2 | head -n 1 | sed -E 's/.*\(([0-9.]+),([0-9.]+)\).*/\1 \2/'
+}
 goes_on() {
     run 0 worth
     [ "$(finals rate)" = 6 ] && [ "$(finals run)" = 12 ] ||
@@ -122,6 +127,17 @@ goes_on() {
     # half-way between 0.3 s and 0.6 s the loss is 2.0: 0.45 of 0.6
     grep -q '^| 8-2 | 0.6 s | 1 | 1 | 6 | 0.1000 | 1.5000: 1.5000 | 0.75 |$' stdout ||
         no "found: $(grep '^| 8-2' stdout)"
+    # the picture: both end at 0.6 s, the mixture lower; the line is where the dense one ends
+    if command -v gnuplot >/dev/null; then
+        ! grep -iE 'warning|error' stderr || no "gnuplot: $(grep -iEm 1 'warning|error' stderr)"
+        ends dense >dense
+        ends 8-2 >mixture
+        paste dense mixture | awk '{ exit !(NF == 4 && $1 == $3 && $4 > $2) }' ||
+            no "ends drawn at $(cat dense) and $(cat mixture)"
+        sed -nE "s/.*stroke='rgb[^']*' +d='M[0-9.]+,([0-9.]+) L[0-9.]+,\1  '.*/\1/p" w.svg |
+            awk -v y="$(cut -d ' ' -f 2 dense)" '{ d = $1 - y } d * d < 0.01 { seen = 1 } END { exit !seen }' ||
+            no "no line at the dense model's end, $(cat dense)"
+    fi
     sed -i 's/\tx\t*$/\tanother processor/' w.tsv
     run 2 worth
     said 'another processor'
