@@ -172,14 +172,16 @@ TIMED(expert_down_forward,
     (double)p->rows *W2.rows + slots_now(p) * (A ? 1 : 2) * W2.cols, mat_bytes(W2))
 TIMED(expert_down_backward,
     (act_t * dH, act_t *sA, stat_t *dS, grad_t *dW2, const act_t *dout, const act_t *H, Mat W2,
-        const Plan *p, void *scratch),
-    (dH, sA, dS, dW2, dout, H, W2, p, scratch), 4 * slots_now(p) * W2.rows * W2.cols,
-    (double)p->rows *W2.rows + 6 * slots_now(p) * W2.cols, mat_bytes(W2) + grad_bytes(W2))
+        const Plan *p, int fresh, void *scratch),
+    (dH, sA, dS, dW2, dout, H, W2, p, fresh, scratch), 4 * slots_now(p) * W2.rows * W2.cols,
+    (double)p->rows *W2.rows + 6 * slots_now(p) * W2.cols,
+    mat_bytes(W2) + grad_bytes(W2) / (1 + !!fresh))
 TIMED(expert_up_backward,
     (act_t * dX, grad_t *dW1, const act_t *dH, const act_t *X, Mat W1, const Plan *p,
-        int accumulate, void *scratch),
-    (dX, dW1, dH, X, W1, p, accumulate, scratch), 4 * slots_now(p) * W1.rows * W1.cols,
-    2.0 * p->rows * W1.cols + slots_now(p) * W1.rows, mat_bytes(W1) + grad_bytes(W1))
+        int accumulate, int fresh, void *scratch),
+    (dX, dW1, dH, X, W1, p, accumulate, fresh, scratch), 4 * slots_now(p) * W1.rows * W1.cols,
+    2.0 * p->rows * W1.cols + slots_now(p) * W1.rows,
+    mat_bytes(W1) + grad_bytes(W1) / (1 + !!fresh))
 TIMED(classifier,
     (stat_t * losses, act_t *dinp, grad_t *dw, const act_t *inp, Mat w, const int *targets, int N,
         double scale, void *scratch),
@@ -330,7 +332,7 @@ static double product_rate(const Backend *b, int n, int runs) {
     const size_t square = (size_t)n * n;
     const Config c = {
         1, n, 1, n, 1, 1, 2, 1, 1, n, 0, 0, n, QK_NORM_NONE, ROUTER_SOFTMAX, 0, 0, 1e4, 1e-6};
-    const ScratchShape shape = {1, n, n, n, 0, 0};
+    const ScratchShape shape = {1, n, n, n, 0, 0, 0};
     char *a = b->alloc(2 * square * b->act_size), *w = b->alloc(square * b->mat_size);
     void *scratch = b->alloc(b->scratch_bytes(&c, &shape));
     double *row = calloc(square, sizeof *row);

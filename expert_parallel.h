@@ -378,7 +378,7 @@ EP_FN void ep_forward(Exchange *x, int l, act_t *out, const act_t *X, Mat W1, Ma
 
 // Backward: with the gradient of the output here, those of the slots here; and back they go.
 static void ep_gradients(Exchange *x, int l, int i, grad_t *dW1, grad_t *dW2, Mat W1, Mat W2,
-    act_t *sA, int again, void *scratch) {
+    act_t *sA, int again, int fresh, void *scratch) {
     const Backend *b = x->b;
     const Parallel *par = x->par;
     const int P = par->ep.size, gather = par->way == WAY_ALLGATHER;
@@ -393,11 +393,16 @@ static void ep_gradients(Exchange *x, int l, int i, grad_t *dW1, grad_t *dW2, Ma
             X = x->expanded;
         }
         if (again) b->expert_up_forward(k->H, NULL, X, W1, &k->here, scratch);
-        b->expert_down_backward(k->H, sA, x->dS_here, dW2, dout, k->H, W2, &k->here, scratch);
+        b->expert_down_backward(
+            k->H, sA, x->dS_here, dW2, dout, k->H, W2, &k->here, fresh, scratch);
         comm_poll(par->on_ep);
-        b->expert_up_backward(s->out, dW1, k->H, X, W1, &k->here, 0, scratch);
+        b->expert_up_backward(s->out, dW1, k->H, X, W1, &k->here, 0, fresh, scratch);
         b->plan_unmerge(
             s->dS_back, x->dS_here, &k->here, ep_offsets(x, k), k->start, NULL, P, ep_ld(x));
+    } else if (fresh) {
+        const size_t before = x->here - 1; // experts before the last one
+        b->zero(dW1, (before * W1.stride + (size_t)W1.rows * W1.ld) * b->grad_size);
+        b->zero(dW2, (before * W2.stride + (size_t)W2.rows * W2.ld) * b->grad_size);
     }
     ep_start_back(x, k, s);
     if (gather)
@@ -417,16 +422,16 @@ static void ep_combine_gradients(Exchange *x, int l, int i, act_t *dX, stat_t *d
 }
 
 /* After ep_forward on the same rows: dX (N,C) overwritten, dS (S) of the slots of this rank's plan,
-   dW1 and dW2 of the experts here added to, from dout (N,C). sA (slots here, I): room. again: H is
-   to be made once more. */
+   dW1 and dW2 of the experts here added to (fresh: written), from dout (N,C). sA (slots here, I):
+   room. again: H is to be made once more. */
 EP_FN void ep_backward(Exchange *x, int l, act_t *dX, stat_t *dS, grad_t *dW1, grad_t *dW2,
-    const act_t *dout, Mat W1, Mat W2, act_t *sA, int again, void *scratch) {
+    const act_t *dout, Mat W1, Mat W2, act_t *sA, int again, int fresh, void *scratch) {
     const int last = x->chunks - 1;
     ep_start_rows(x, ep_chunk(x, l, 0), &x->set[0], dout, NULL);
     for (int i = 0; i <= last; i++) {
         if (i < last)
             ep_start_rows(x, ep_chunk(x, l, i + 1), &x->set[(i + 1) % EP_SETS], dout, NULL);
-        ep_gradients(x, l, i, dW1, dW2, W1, W2, sA, again, scratch);
+        ep_gradients(x, l, i, dW1, dW2, W1, W2, sA, again, fresh && i == 0, scratch);
         if (i) ep_combine_gradients(x, l, i - 1, dX, dS);
     }
     ep_combine_gradients(x, l, last, dX, dS);

@@ -357,6 +357,7 @@ typedef struct {
 #define GEMM_NC         384            // columns packed at a time, at most: 384 KiB of floats in L2
 #define GEMM_MA         (16 * GEMM_MR) // rows of A at a time: packed, 96 KiB of floats in L2
 #define GEMM_DIRECT     128            // columns that do not pay a copy of A
+#define GEMM_STORED     96             // rows of A that do not pay a copy of B
 #define GEMM_LINE       ((int)(64 / sizeof(real))) // reals in a cache line
 #define GEMM_SPLIT_COLS 256            // a product is cut down to tiles of this many columns
 #define GEMM_SPLIT_ROWS 288            // and rows, below which packing outweighs the balance;
@@ -447,18 +448,18 @@ GEMM_INLINE void gemm_step(vreal *acc, const real *const *a, size_t x, const rea
     }
 }
 
-// C (MR, NR) = or += A (MR, k) times the packed panel b (k, NR), one block of k. Row i of A begins at
-// a[i], its values are `step` reals apart. `first`: C is written without being read.
-GEMM_INLINE void gemm_block(
-    const real *const *a, size_t step, const real *b, int k, real *c, size_t ldc, int first) {
+// C (MR, NR) = or += A (MR, k) times a panel b (k, NR), one block of k. Row i of A begins at a[i], its
+// values are `step` reals apart; rows of b are ldb reals apart. `first`: C is written without being read.
+GEMM_INLINE void gemm_block(const real *const *a, size_t step, const real *b, size_t ldb, int k,
+    real *c, size_t ldc, int first) {
     const real *const rows[GEMM_MR] = {a[0], a[1], a[2], a[3], a[4], a[5]};
     vreal acc[GEMM_MR * GEMM_NV], zero = {0};
     for (int i = 0; i < GEMM_MR; i++) __builtin_prefetch(c + (size_t)i * ldc + GEMM_NR - 1);
     UNROLL for (int t = 0; t < GEMM_MR * GEMM_NV; t++) acc[t] = zero;
     size_t x = 0;
-    for (; k >= 4; k -= 4, x += 4 * step, b += 4 * GEMM_NR)
-        UNROLL for (size_t s = 0; s < 4; s++) gemm_step(acc, rows, x + s * step, b + s * GEMM_NR);
-    for (; k > 0; k--, x += step, b += GEMM_NR) gemm_step(acc, rows, x, b);
+    for (; k >= 4; k -= 4, x += 4 * step, b += 4 * ldb)
+        UNROLL for (size_t s = 0; s < 4; s++) gemm_step(acc, rows, x + s * step, b + s * ldb);
+    for (; k > 0; k--, x += step, b += ldb) gemm_step(acc, rows, x, b);
     UNROLL for (int t = 0; t < GEMM_MR * GEMM_NV; t++) {
         real *out = c + (size_t)(t / GEMM_NV) * ldc + t % GEMM_NV * VL;
         if (!first) acc[t] = vload(out, VL) + acc[t];
@@ -472,17 +473,21 @@ GEMM_INLINE void gemm_block(
 // multiplies and would not notice more; one that two hardware threads share does.
 static __attribute__((noinline)) void gemm_rows(
     const real *const *a, const real *b, int k, real *c, size_t ldc, int first) {
-    gemm_block(a, 1, b, k, c, ldc, first);
+    gemm_block(a, 1, b, GEMM_NR, k, c, ldc, first);
+}
+static __attribute__((noinline)) void gemm_rows_stored(
+    const real *const *a, const real *b, size_t ldb, int k, real *c, size_t ldc, int first) {
+    gemm_block(a, 1, b, ldb, k, c, ldc, first);
 }
 static __attribute__((noinline)) void gemm_strip(
     const real *a, const real *b, int k, real *c, size_t ldc, int first) {
     const real *const rows[GEMM_MR] = {a, a + 1, a + 2, a + 3, a + 4, a + 5};
-    gemm_block(rows, GEMM_MR, b, k, c, ldc, first);
+    gemm_block(rows, GEMM_MR, b, GEMM_NR, k, c, ldc, first);
 }
 static __attribute__((noinline)) void gemm_stored(
     const real *a, size_t step, const real *b, int k, real *c, size_t ldc, int first) {
     const real *const rows[GEMM_MR] = {a, a + 1, a + 2, a + 3, a + 4, a + 5};
-    gemm_block(rows, step, b, k, c, ldc, first);
+    gemm_block(rows, step, b, GEMM_NR, k, c, ldc, first);
 }
 
 // A strip of A: its rows; or its first value, where a transposed A's values are `step` reals apart.
@@ -492,8 +497,12 @@ typedef struct {
     size_t step;
 } Strip;
 
-GEMM_INLINE void gemm_kernel(Strip a, const real *b, int k, real *c, size_t ldc, int first) {
-    if (a.rows)
+// b: a packed panel, or, of rows alone, one that lies in a matrix of ldb reals a row.
+GEMM_INLINE void gemm_kernel(
+    Strip a, const real *b, size_t ldb, int k, real *c, size_t ldc, int first) {
+    if (ldb != GEMM_NR)
+        gemm_rows_stored(a.rows, b, ldb, k, c, ldc, first);
+    else if (a.rows)
         gemm_rows(a.rows, b, k, c, ldc, first);
     else if (a.step == GEMM_MR)
         gemm_strip(a.p, b, k, c, ldc, first);
@@ -503,9 +512,9 @@ GEMM_INLINE void gemm_kernel(Strip a, const real *b, int k, real *c, size_t ldc,
 
 // The kernel for a tile of C at the edge, (rows, cols) of it inside: by way of a whole tile.
 static void gemm_edge(
-    Strip a, const real *b, int k, real *c, size_t ldc, int rows, int cols, int first) {
+    Strip a, const real *b, size_t ldb, int k, real *c, size_t ldc, int rows, int cols, int first) {
     real tile[GEMM_MR * GEMM_NR];
-    gemm_kernel(a, b, k, tile, GEMM_NR, 1);
+    gemm_kernel(a, b, ldb, k, tile, GEMM_NR, 1);
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < cols; j++) {
             real *out = c + (size_t)i * ldc + j, value = tile[i * GEMM_NR + j];
@@ -516,6 +525,9 @@ static void gemm_edge(
 // Rows i0..i1 and columns j0..j1 (at most GEMM_NC) of one product, by this thread.
 static void gemm_tile(const Gemm *g, int i0, int i1, int j0, int j1, real *scratch) {
     real *bp = scratch, *ap = scratch + (size_t)GEMM_KC * GEMM_NC;
+    // columns of B that are read where they lie
+    int stored = (j1 - j0) / GEMM_NR * GEMM_NR;
+    if (g->b.trans || g->b.idx || g->a.trans || i1 - i0 > GEMM_STORED) stored = 0;
     if (g->k <= 0 && !g->accumulate)
         for (int i = i0; i < i1; i++)
             memset(g->c + (size_t)i * g->ldc + (size_t)j0, 0, (size_t)(j1 - j0) * sizeof(real));
@@ -525,7 +537,7 @@ static void gemm_tile(const Gemm *g, int i0, int i1, int j0, int j1, real *scrat
         if (g->b.trans == GEMM_PACKED)
             panels = g->b.p + (size_t)k0 * g->b.ld + (size_t)j0 * (size_t)k;
         else
-            gemm_pack_b(bp, &g->b, k0, k, j0, j1 - j0);
+            gemm_pack_b(bp, &g->b, k0, k, j0 + stored, j1 - j0 - stored);
         for (int m0 = i0; m0 < i1; m0 += GEMM_MA) {
             // rows are read where they lie, past the edge the last one again; a transposed A is packed
             // in strips, or its whole ones are read where they lie if few columns would share them
@@ -549,14 +561,16 @@ static void gemm_tile(const Gemm *g, int i0, int i1, int j0, int j1, real *scrat
                         a.step = g->a.ld;
                     } else if (g->a.trans)
                         a.p = ap + (size_t)(i - whole) * (size_t)k;
-                    const real *b = panels + (size_t)j * (size_t)k;
+                    const real *b = j < stored ? g->b.p + (size_t)k0 * g->b.ld + (size_t)(j0 + j)
+                                               : panels + (size_t)(j - stored) * (size_t)k;
+                    size_t ldb = j < stored ? g->b.ld : GEMM_NR;
                     real *c = g->c + (size_t)(m0 + i) * g->ldc + (size_t)(j0 + j);
                     int rows_in = gemm_min(m - i, GEMM_MR),
                         cols_in = gemm_min(j1 - j0 - j, GEMM_NR);
                     if (rows_in == GEMM_MR && cols_in == GEMM_NR)
-                        gemm_kernel(a, b, k, c, g->ldc, first);
+                        gemm_kernel(a, b, ldb, k, c, g->ldc, first);
                     else
-                        gemm_edge(a, b, k, c, g->ldc, rows_in, cols_in, first);
+                        gemm_edge(a, b, ldb, k, c, g->ldc, rows_in, cols_in, first);
                 }
         }
     }

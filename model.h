@@ -124,6 +124,7 @@ typedef struct Model {
     size_t step_stats_bytes; // count_sum and loss_sum of all layers lie together from here
     char *step_stats;
     int n_segments;
+    int fresh; // the step's first micro-batch, which writes the gradients of MLPs and adds to others
     // several ranks
     int more_follow;        // gradients are not complete yet: another micro-batch follows
     TensorTable whole;      // of all ranks' tensors
@@ -313,7 +314,7 @@ MODEL_FN void layout(Model *m) {
     m->logits = s.train
         ? NULL
         : take(m, A_WORK, "next-token logits (B,V)", mul_sizes(s.B, c->vocab_size), act);
-    ScratchShape sh = {s.B, s.T, (int)cache, (int)max_slots, s.train, 0};
+    ScratchShape sh = {s.B, s.T, (int)cache, (int)max_slots, s.train, 0, m->table.experts};
     if (s.par && s.select) { // over the rows of all ranks
         const size_t all = (size_t)s.B_all * s.T, most = slots_of(m, c->n_layers - 1, all);
         static const char label[] = "routing of all ranks";
@@ -797,20 +798,21 @@ MODEL_FN void mlp_backward(Model *m, int l, int N, int micro_batches) {
     // dH takes the place of H: from here on H is not needed
     if (away) {
         ep_backward(m->exchange, l, m->dln, m->dS, y->mlp.dW1, y->mlp.dW2, m->dx, y->mlp.W1,
-            y->mlp.W2, m->sA, again, m->scratch);
+            y->mlp.W2, m->sA, again, m->fresh, m->scratch);
     } else {
         b->expert_down_backward(y->mlp.H, m->sA, moe ? m->dS : NULL, y->mlp.dW2, m->dx, y->mlp.H,
-            y->mlp.W2, p, m->scratch);
-        b->expert_up_backward(m->dln, y->mlp.dW1, y->mlp.H, y->ln2, y->mlp.W1, p, 0, m->scratch);
+            y->mlp.W2, p, m->fresh, m->scratch);
+        b->expert_up_backward(
+            m->dln, y->mlp.dW1, y->mlp.H, y->ln2, y->mlp.W1, p, 0, m->fresh, m->scratch);
     }
     if (moe)
         b->router_backward(m->dln, y->dWr, m->dS, &y->plan, y->logits, y->router_lse, y->topk,
             y->topk_weight, y->count, y->ln2, y->Wr, router_of(m, N, micro_batches), m->scratch);
     if (y->shared.H) {
         b->expert_down_backward(y->shared.H, m->sA, NULL, y->shared.dW2, m->dx, y->shared.H,
-            y->shared.W2, &dense, m->scratch);
-        b->expert_up_backward(
-            m->dln, y->shared.dW1, y->shared.H, y->ln2, y->shared.W1, &dense, 1, m->scratch);
+            y->shared.W2, &dense, m->fresh, m->scratch);
+        b->expert_up_backward(m->dln, y->shared.dW1, y->shared.H, y->ln2, y->shared.W1, &dense, 1,
+            m->fresh, m->scratch);
     }
 }
 
@@ -849,6 +851,7 @@ MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micr
     }
     b->embedding_backward(m->dwte, m->dx, m->tokens, N, m->c.vocab_size, C, m->scratch);
     if (complete) buckets_start(&m->buckets, m->shape.par, b, m->base[A_GRADS], -1);
+    m->fresh = 0;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -914,6 +917,22 @@ MODEL_FN void model_set_tokens(Model *m, const int *tokens, const int *targets, 
     if (targets) m->b->to_device(m->targets, targets, N * sizeof(int));
 }
 
+/* Zeros in the gradients that are only added to. Those of MLPs, nearly all of a model of many experts,
+   are not passed over: the first micro-batch writes them. */
+MODEL_FN void zero_gradients(Model *m) {
+    const Backend *b = m->b;
+    size_t from = 0, size = b->grad_size;
+    for (int i = 0; i <= m->table.count; i++) {
+        const Tensor *t = i < m->table.count ? &m->table.tensor[i] : NULL;
+        if (t && (!t->row->trained || t->row->kind < T_GATE_UP || t->row->kind > T_SHARED_DOWN))
+            continue;
+        const size_t to = t ? t->offset : m->table.elements;
+        if (to > from) b->zero(m->base[A_GRADS] + from * size, (to - from) * size);
+        if (t) from = t->offset + t->count;
+    }
+    m->fresh = 1;
+}
+
 // Starts step number `step` (from 1): gradients, totals and the step's scalars.
 MODEL_FN void model_begin_step(Model *m, int64_t step, double lr, const OptimConfig *o) {
     StepState s;
@@ -922,7 +941,7 @@ MODEL_FN void model_begin_step(Model *m, int64_t step, double lr, const OptimCon
     s.beta1_correction = 1 - exp_d((double)step * log_d(o->beta1));
     s.beta2_correction = 1 - exp_d((double)step * log_d(o->beta2));
     m->b->to_device(m->state, &s, sizeof s);
-    m->b->zero(m->base[A_GRADS], m->used[A_GRADS]);
+    zero_gradients(m);
     if (m->step_stats) m->b->zero(m->step_stats, m->step_stats_bytes);
 }
 

@@ -534,9 +534,9 @@ typedef struct Router {
 } Router;
 
 /* Shapes that bound the scratch a backend needs: rows in a call, most slots and rows of a plan (rows
-   0: B*T), and whether there is a backward pass. */
+   0: B*T), whether there is a backward pass, and how many of the experts are here (0: all). */
 typedef struct ScratchShape {
-    int B, T, cache_len, S_max, backward, rows;
+    int B, T, cache_len, S_max, backward, rows, experts;
 } ScratchShape;
 
 // -------------------------------------------------------------------------------------------------
@@ -694,13 +694,14 @@ typedef struct Backend {
     void (*expert_down_forward)(act_t *out, const act_t *H, const act_t *A, Mat W2, const Plan *p,
         int accumulate, void *scratch);
     /* With a = silu(g) * u and da' = W2^T dout[row s]:  dS = <da', a>, dH = weight_s da' through
-       SwiGLU, and dW2 += dout^T (weight_s a).      dH (S,2I) may be H itself; sA (S,I) is
-       overwritten; dS (S), NULL = skipped */
+       SwiGLU, and dW2 (+)= dout^T (weight_s a).      dH (S,2I) may be H itself; sA (S,I) is
+       overwritten; dS (S), NULL = skipped. fresh: dW2 is written without being read, zeros for an
+       expert without a slot; else added to */
     void (*expert_down_backward)(act_t *dH, act_t *sA, stat_t *dS, grad_t *dW2, const act_t *dout,
-        const act_t *H, Mat W2, const Plan *p, void *scratch);
-    // dX[r] (+)= sum over the slots of r of W1[e]^T dH[s];  dW1 += dH^T X[row]
+        const act_t *H, Mat W2, const Plan *p, int fresh, void *scratch);
+    // dX[r] (+)= sum over the slots of r of W1[e]^T dH[s];  dW1 (+)= dH^T X[row], fresh: written
     void (*expert_up_backward)(act_t *dX, grad_t *dW1, const act_t *dH, const act_t *X, Mat W1,
-        const Plan *p, int accumulate, void *scratch);
+        const Plan *p, int accumulate, int fresh, void *scratch);
 
     /* Cross entropy of inp w^T against targets (-1 = ignored), in chunks of rows: losses (N) = lse
        - logit (0 where ignored); with dinp: dinp = and dw += gradients of scale * sum(losses). No

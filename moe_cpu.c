@@ -35,6 +35,7 @@ enum {
     EXPERT_ROWS = 96,  // slots of an expert whose SwiGLU or output is in cache at a time
     TILE_ROWS = 64,    // a combine tile has at least so many source rows
     STRIP = 512,       // columns of a combine tile
+    COPY_ROWS = 400,   // slots of an expert that pay a copy of a matrix that need not be turned
     PIECES = 16,       // a tensor is cut into this many pieces for the norm and the update
     COLUMNS = 32       // columns that one task of a column sum owns
 };
@@ -508,15 +509,32 @@ static inline void sigmoid_row(real *s, const real *z, int E) {
     for (int e = 0; e < E; e += VL) vstore(s + e, sigmoid(vload(z + e, E - e)), E - e);
 }
 
-/* Chooses on logits (softmax is monotone) or on sigmoid score + bias: a list of the best so far, the
-   best first, in which an expert goes behind its equals, so that ties go to the lowest id. Ids are
-   valid and distinct whatever the values are. */
-static void choose_topk(int *idx, const real *score, int E, int K) {
-    for (int e = 0; e < E; e++) {
-        int at = min_int(e, K);
-        if (at == K && !(score[e] > score[idx[K - 1]])) continue;
-        for (at -= at == K; at > 0 && score[e] > score[idx[at - 1]]; at--) idx[at] = idx[at - 1];
-        idx[at] = e;
+/* Chooses on logits (softmax is monotone) or on sigmoid score + bias: the best, then the best of the
+   others, and so on, ties to the lowest id. A search is a pass over vectors without a branch: a list
+   of the best so far would guess wrong at every insertion. Ids are valid and distinct whatever the
+   values are. The scores are spent. */
+static void choose_topk(int *idx, real *score, int E, int K) {
+    vint lane;
+    for (int i = 0; i < VL; i++) lane[i] = i;
+    for (int k = 0; k < K; k++) {
+        vreal best = vset(-(real)INFINITY);
+        vint at = lane * 0 + E;
+        for (int e = 0; e < E; e += VL) {
+            const vreal x = vload(score + e, E - e);
+            const vint better = (x > best) & (lane + e < E);
+            best = vselect(better, x, best);
+            at = (better & (lane + e)) | (~better & at);
+        }
+        const real top = largest_lane(best);
+        int found = E;
+        for (int i = 0; i < VL; i++) found = best[i] == top && at[i] < found ? (int)at[i] : found;
+        if (found == E) { // nothing but -Inf, NaN and those taken
+            int i = 0;
+            for (found = 0; i < k; i++)
+                if (idx[i] == found) found++, i = -1;
+        }
+        idx[k] = found;
+        score[found] = (real)NAN;
     }
 }
 
@@ -557,14 +575,14 @@ static void router_forward(stat_t *logits_, stat_t *lse_, int *idx, stat_t *weig
             const real *z = logits + (size_t)n * E;
             int *id = idx + (size_t)n * K;
             real *w = weight + (size_t)n * K, total = 0;
-            for (int e = 0; e < E; e++)
-                if (!isfinite(z[e]) && n < first_bad) first_bad = n;
+            if (n < first_bad && !all_finite(z, E)) first_bad = n;
             lse[n] = softmax_row(p, z, E);
             if (r.kind == ROUTER_SIGMOID) {
                 sigmoid_row(p, z, E);
                 for (int e = 0; e < E; e++) score[e] = p[e] + (bias ? bias[e] : 0);
             }
-            if (!reuse) choose_topk(id, r.kind == ROUTER_SIGMOID ? score : z, E, K);
+            if (r.kind == ROUTER_SOFTMAX && !reuse) memcpy(score, z, E * sizeof(real));
+            if (!reuse) choose_topk(id, score, E, K);
             for (int k = 0; k < K; k++) total += w[k] = p[id[k]];
             for (int k = 0; k < K && r.norm_topk; k++) w[k] /= total + TINY;
             const real inv = r.kind == ROUTER_SIGMOID ? 1 / (sum(p, E) + TINY) : 1;
@@ -1045,6 +1063,7 @@ typedef struct Panels {
 } Panels;
 
 static inline int shares_panels(int rows) { return rows > TILE_ROWS; }
+static inline int pays_copy(int trans, int slots, int E) { return trans || slots / E > COPY_ROWS; }
 static inline size_t panels_size(int k, int n, int strip) { // of one expert, in reals
     const int whole = n / strip;
     return (size_t)whole * gemm_packed(k, strip) + gemm_packed(k, n % strip);
@@ -1066,56 +1085,66 @@ static inline Operand columns_of(const Panels *x, int e, int c0) { // of expert 
     return o;
 }
 
-// Packs them, for `rows` source rows, at the start of *scratch, which moves behind them.
-static Panels expert_panels(void **scratch, Mat w, int trans, int E, int strip, int rows) {
-    const Panels x = {w, trans, trans ? w.cols : w.rows, trans ? w.rows : w.cols, strip,
-        shares_panels(rows) ? *scratch : NULL};
-    const int strips = blocks_of(x.n, strip);
+// Packs them for p's slots, at the start of *scratch, which moves behind them.
+static Panels expert_panels(void **scratch, Mat w, int trans, int strip, const Plan *p) {
+    const int k = trans ? w.cols : w.rows, n = trans ? w.rows : w.cols, E = p->E;
+    const int strips = blocks_of(n, strip), pays = pays_copy(trans, p->offsets[E], E);
+    const Panels x = {w, trans, k, n, strip, shares_panels(p->rows) && pays ? *scratch : NULL};
     if (!x.packed) return x;
     *scratch =
-        (char *)*scratch + round_up(E * panels_size(x.k, x.n, strip) * sizeof(real), ARENA_ALIGN);
-#pragma omp parallel for schedule(dynamic) if (worth((size_t)E * x.k * x.n))
+        (char *)*scratch + round_up(E * panels_size(k, n, strip) * sizeof(real), ARENA_ALIGN);
+#pragma omp parallel for schedule(dynamic) if (worth((size_t)E * k * n))
     for (int task = 0; task < E * strips; task++) {
         const int e = task / strips, c0 = task % strips * strip;
         const Operand b = stored_at(&x, e, c0);
-        gemm_pack(packed_at(&x, e, c0), &b, x.k, min_int(strip, x.n - c0));
+        gemm_pack(packed_at(&x, e, c0), &b, k, min_int(strip, n - c0));
     }
     return x;
 }
 
-static void expert_down_forward(act_t *out_, const act_t *H_, const act_t *A_, Mat W2,
-    const Plan *p, int accumulate, void *scratch) {
-    real *out = out_;
-    const real *H = H_, *A = A_, *weight = p->weight;
-    const int C = W2.rows, I = W2.cols, rows = combine_rows(p, C);
-    const size_t part = (size_t)EXPERT_ROWS * (I + STRIP) * sizeof(real) + gemm_serial_bytes();
-    const Panels panels = expert_panels(&scratch, W2, 1, p->E, STRIP, p->rows);
-#pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
-    for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
+/* out (R,C) = or += the weighted sum over a row's slots of x W, W an expert's (k,C), transposed where
+   `trans`; x (S,k), or NULL: SwiGLU of H (S,2k). weight NULL: 1. */
+static void expert_combine(real *out, const real *x, const real *H, Mat W, int trans,
+    const real *weight, const Plan *p, int accumulate, void *scratch) {
+    const int k = trans ? W.cols : W.rows, C = trans ? W.rows : W.cols, rows = combine_rows(p, C);
+    const int tiles = blocks_of(p->rows, rows) * blocks_of(C, STRIP);
+    const size_t part =
+        (size_t)EXPERT_ROWS * ((x ? 0 : k) + STRIP) * sizeof(real) + gemm_serial_bytes();
+    const Panels panels = expert_panels(&scratch, W, trans, STRIP, p);
+#pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * k))
+    for (int task = 0; task < tiles; task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
         const int ld = t.c1 - t.c0;
-        real *a = my_part(scratch, part), *y = a + (size_t)EXPERT_ROWS * I;
-        void *pack = y + EXPERT_ROWS * STRIP;
+        real *y = my_part(scratch, part), *a = y + (size_t)EXPERT_ROWS * STRIP;
+        void *pack = x ? a : a + (size_t)EXPERT_ROWS * k;
         if (!accumulate) clear_tile(out, t, C);
         for (int e = 0; e < p->E; e++) {
             const int end = first_slot(p, e, t.r1);
             for (int s0 = first_slot(p, e, t.r0); s0 < end; s0 += EXPERT_ROWS) {
                 const int n = min_int(EXPERT_ROWS, end - s0);
-                for (int i = 0; i < n && !A; i++) {
-                    const real *h = H + (size_t)(s0 + i) * 2 * I;
-                    swiglu(a + (size_t)i * I, h, h + I, I);
+                for (int i = 0; i < n && !x; i++) {
+                    const real *h = H + (size_t)(s0 + i) * 2 * k;
+                    swiglu(a + (size_t)i * k, h, h + k, k);
                 }
-                Gemm g = {{A ? A + (size_t)s0 * I : a, I, NULL, 0}, columns_of(&panels, e, t.c0), y,
-                    ld, n, ld, I, 0};
+                Gemm g = {{x ? x + (size_t)s0 * k : a, k, NULL, 0}, columns_of(&panels, e, t.c0), y,
+                    ld, n, ld, k, 0};
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
-                    real *o = out + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
                     const real w = weight ? weight[s0 + i] : 1, *yi = y + (size_t)i * ld;
+                    real *o = out + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
+                    if (p->row && i + 2 < n) // rows that the hardware does not foresee
+                        for (int c = 0; c < ld; c += GEMM_LINE)
+                            __builtin_prefetch(out + (size_t)p->row[s0 + i + 2] * C + t.c0 + c, 1);
                     for (int c = 0; c < ld; c++) o[c] += w * yi[c];
                 }
             }
         }
     }
+}
+
+static void expert_down_forward(act_t *out, const act_t *H, const act_t *A, Mat W2, const Plan *p,
+    int accumulate, void *scratch) {
+    expert_combine(out, A, H, W2, 1, p->weight, p, accumulate, scratch);
 }
 
 /* One row of the SwiGLU backward. da' is scaled by the combine weight w; returns dS = <da', a>.
@@ -1138,7 +1167,7 @@ static inline real swiglu_backward(
 }
 
 static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW2,
-    const act_t *dout, const act_t *H_, Mat W2, const Plan *p, void *scratch) {
+    const act_t *dout, const act_t *H_, Mat W2, const Plan *p, int fresh, void *scratch) {
     real *dH = dH_, *sA = sA_, *dS = dS_;
     const real *H = H_, *weight = p->weight;
     const int C = W2.rows, I = W2.cols, E = p->E;
@@ -1146,7 +1175,7 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
     const int tasks =
         blocks_of(p->offsets[E], EXPERT_ROWS) + E; // an expert's last block may be short
     void *rest = scratch;
-    const Panels panels = expert_panels(&scratch, W2, 0, E, I, p->rows);
+    const Panels panels = expert_panels(&scratch, W2, 0, I, p);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I))
     for (int task = 0; task < tasks; task++) {
         int e = 0, block = task; // find the expert: blocks are dealt expert by expert
@@ -1175,46 +1204,23 @@ static void expert_down_backward(act_t *dH_, act_t *sA_, stat_t *dS_, grad_t *dW
     for (int e = 0; e < E; e++) {
         const int s0 = p->offsets[e];
         Gemm g = {{dout, C, plan_rows(p, s0), 1}, {sA + (size_t)s0 * I, I, NULL, 0},
-            (real *)dW2 + e * W2.stride, W2.ld, C, I, p->offsets[e + 1] - s0, 1};
+            (real *)dW2 + e * W2.stride, W2.ld, C, I, p->offsets[e + 1] - s0, !fresh};
         list[e] = g;
     }
     gemm_grouped(list, E, rest);
 }
 
-static void expert_up_backward(act_t *dX_, grad_t *dW1, const act_t *dH_, const act_t *X, Mat W1,
-    const Plan *p, int accumulate, void *scratch) {
-    real *dX = dX_;
+static void expert_up_backward(act_t *dX, grad_t *dW1, const act_t *dH_, const act_t *X, Mat W1,
+    const Plan *p, int accumulate, int fresh, void *scratch) {
     const real *dH = dH_;
-    const int C = W1.cols, I2 = W1.rows, E = p->E, rows = combine_rows(p, C);
-    const size_t part = (size_t)EXPERT_ROWS * STRIP * sizeof(real) + gemm_serial_bytes();
+    const int C = W1.cols, I2 = W1.rows, E = p->E;
     void *rest = scratch;
-    const Panels panels = expert_panels(&scratch, W1, 0, E, STRIP, p->rows);
-#pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * I2))
-    for (int task = 0; task < blocks_of(p->rows, rows) * blocks_of(C, STRIP); task++) {
-        const CombineTile t = combine_tile(task, rows, p->rows, C);
-        const int ld = t.c1 - t.c0;
-        real *y = my_part(scratch, part);
-        void *pack = y + EXPERT_ROWS * STRIP;
-        if (!accumulate) clear_tile(dX, t, C);
-        for (int e = 0; e < E; e++) {
-            const int end = first_slot(p, e, t.r1);
-            for (int s0 = first_slot(p, e, t.r0); s0 < end; s0 += EXPERT_ROWS) {
-                const int n = min_int(EXPERT_ROWS, end - s0);
-                Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 0}, columns_of(&panels, e, t.c0), y, ld,
-                    n, ld, I2, 0};
-                gemm_serial(&g, pack);
-                for (int i = 0; i < n; i++) {
-                    real *d = dX + (size_t)(p->row ? p->row[s0 + i] : s0 + i) * C + t.c0;
-                    for (int c = 0; c < ld; c++) d[c] += y[(size_t)i * ld + c];
-                }
-            }
-        }
-    }
+    expert_combine(dX, dH, NULL, W1, 0, NULL, p, accumulate, scratch);
     Gemm *list = expert_list(&rest, E);
     for (int e = 0; e < E; e++) {
         const int s0 = p->offsets[e];
         Gemm g = {{dH + (size_t)s0 * I2, I2, NULL, 1}, {X, C, plan_rows(p, s0), 0},
-            (real *)dW1 + e * W1.stride, W1.ld, I2, C, p->offsets[e + 1] - s0, 1};
+            (real *)dW1 + e * W1.stride, W1.ld, I2, C, p->offsets[e + 1] - s0, !fresh};
         list[e] = g;
     }
     gemm_grouped(list, E, rest);
@@ -1394,19 +1400,19 @@ static double peak(double seconds) { return fma_peak(thread_max(), seconds); }
 static inline size_t largest(size_t a, size_t b) { return a > b ? a : b; }
 
 // Most reals of panels that an expert operation packs: of all experts, of a dense or a shared MLP.
-static size_t panels_reals(const Config *c, int N, int backward) {
+static size_t panels_reals(const Config *c, const ScratchShape *s, int N) {
     const struct {
-        int E, I;
-    } mlp[] = {
-        {c->n_experts, c->d_expert}, {1, c->d_shared}, {1, c->dense_layers ? c->d_dense : 0}};
+        int E, I, slots;
+    } mlp[] = {{s->experts ? s->experts : c->n_experts, c->d_expert, s->S_max}, {1, c->d_shared, N},
+        {1, c->dense_layers ? c->d_dense : 0, N}};
     size_t most = 0;
     for (size_t i = 0; i < sizeof mlp / sizeof *mlp && shares_panels(N); i++) {
-        const int C = c->d_model, I = mlp[i].I;
+        const int C = c->d_model, I = mlp[i].I, E = mlp[i].E;
         if (!I) continue;
         size_t each = panels_size(I, C, STRIP); // expert_down_forward
-        if (backward)
+        if (s->backward && pays_copy(0, mlp[i].slots, E))
             each = largest(each, largest(panels_size(2 * I, C, STRIP), panels_size(C, I, I)));
-        most = largest(most, (size_t)mlp[i].E * each);
+        most = largest(most, (size_t)E * each);
     }
     return most;
 }
@@ -1437,7 +1443,7 @@ static size_t scratch_bytes(const Config *c, const ScratchShape *s) {
             threads * R * sizeof(Candidate)); // plan_select
     need = largest(need, E * sizeof(int));    // plan_items
     need = largest(need, list + gemm);        // expert products
-    const size_t panels = round_up(panels_reals(c, (int)R, s->backward) * r, ARENA_ALIGN);
+    const size_t panels = round_up(panels_reals(c, s, (int)R) * r, ARENA_ALIGN);
     need =
         largest(need, panels + EACH_THREAD(EXPERT_ROWS * (width + STRIP) * r + serial)); // combine
     need = largest(need,

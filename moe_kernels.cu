@@ -285,7 +285,7 @@ enum Epilogue {
     LOGITS, // the same, out is float
     GLU,    // H[s] = v (gate and up rows of B side by side), A[s] = silu(gate) * up
     DGLU,   // v is da': dH[s], sA[s] and, PART columns at a time, the sum of da' * a
-    GRAD    // form TN: out[e] += v, float
+    GRAD    // form TN: out[e] (+)= v, float
 };
 template <class T> struct Product {
     const T *a, *b;
@@ -347,8 +347,9 @@ template <class T, class S, Form FORM> struct Walk {
     __device__ inline bool next(const Product<T> &p, int columns, int t, Place *at) {
         for (; e < p.groups; e++) {
             const int s0 = p.begin ? p.begin[e] : 0, s1 = p.begin ? p.end[e] : p.rows;
+            const int none = s1 == s0 && p.accumulate; // nothing to add
             const int down =
-                FORM == TN ? (s1 > s0 ? pieces_of(p.m, S::BM) : 0) : pieces_of(s1 - s0, S::BM);
+                FORM == TN ? (none ? 0 : pieces_of(p.m, S::BM)) : pieces_of(s1 - s0, S::BM);
             const int local = t - before;
             if (local < down * columns) {
                 at->e = e, at->s0 = s0, at->s1 = s1;
@@ -3092,7 +3093,7 @@ __global__ void __launch_bounds__(THREADS)
 
 template <class T>
 static void expert_down_backward(act_t *dH, act_t *sA, stat_t *dS, grad_t *dW2, const act_t *dout,
-    const act_t *H, Mat W2, const Plan *plan, void *scratch) {
+    const act_t *H, Mat W2, const Plan *plan, int fresh, void *scratch) {
     const int C = W2.rows, I = W2.cols;
     Product<T> p = by_expert<T>(plan);
     p.a = (const T *)dout, p.lda = C, p.a_row.map = plan->row;
@@ -3110,13 +3111,13 @@ static void expert_down_backward(act_t *dH, act_t *sA, stat_t *dS, grad_t *dW2, 
     Product<T> g = by_expert<T>(plan);
     g.a = (const T *)dout, g.lda = C, g.a_row.map = plan->row, g.m = C;
     g.b = (const T *)sA, g.ldb = I, g.n = I;
-    g.out = dW2, g.ldo = W2.ld, g.out_stride = W2.stride, g.accumulate = 1;
+    g.out = dW2, g.ldo = W2.ld, g.out_stride = W2.stride, g.accumulate = !fresh;
     product<T, TN, GRAD>(g);
 }
 
 template <class T>
 static void expert_up_backward(act_t *dX, grad_t *dW1, const act_t *dH, const act_t *X, Mat W1,
-    const Plan *plan, int accumulate, void *scratch) {
+    const Plan *plan, int accumulate, int fresh, void *scratch) {
     const int C = W1.cols, I2 = W1.rows;
     Product<T> p = {};
     p.a = (const T *)dH, p.lda = I2;
@@ -3126,7 +3127,7 @@ static void expert_up_backward(act_t *dX, grad_t *dW1, const act_t *dH, const ac
     Product<T> g = by_expert<T>(plan);
     g.a = (const T *)dH, g.lda = I2, g.m = I2;
     g.b = (const T *)X, g.ldb = C, g.b_row.map = plan->row, g.n = C;
-    g.out = dW1, g.ldo = W1.ld, g.out_stride = W1.stride, g.accumulate = 1;
+    g.out = dW1, g.ldo = W1.ld, g.out_stride = W1.stride, g.accumulate = !fresh;
     product<T, TN, GRAD>(g);
 }
 

@@ -824,12 +824,13 @@ static void diff_merge(const Shape *s) {
     const int large = (double)s->B * s->T * s->C * s->I > 1e6 || s->B * s->T > 1000;
     for (int i = 0; i < 10; i++) {
         const int sources[] = {1, 2, 5}, n = sources[i % 3], C = s->C, I = s->I;
-        const int form = i < 8 ? i & (ITEMS | WHICH) : NOTHING | (i & 1 ? ITEMS : 0), add = i >= 5;
+        const int form = i < 8 ? i & (ITEMS | WHICH) : NOTHING | (i & 1 ? ITEMS : 0);
+        const int anew = i == 4 || i == 8, add = i >= 5 && !anew;
         char variant[40];
         if (large && i % 4 != 3) continue;
         Op o = op_on(diff.dev, "merge", 1, 1, config(2, 1, C, 1, 1, 2, s->E, s->K, I));
         source_arrays(&o, s, n, form);
-        o.gaps = 1, o.variant = add ? ADD : 0;
+        o.gaps = 1, o.variant = add ? ADD : anew ? FRESH : 0;
         const size_t N = o.N, S = o.S_max;
         plan_arrays(&o);
         random_array(&o, "values", STAT, S, 1, 0);
@@ -853,12 +854,10 @@ static void diff_merge(const Shape *s) {
         STEP(&o, expert_up_forward, "X W1 " PLAN "> ~H ~A");
         if (add) GLUE(&o, X_into_out, "");
         STEP(&o, expert_down_forward, add ? "H A W2 " PLAN "> +out" : "H A W2 " PLAN "> out");
-        STEP(&o, expert_down_backward, "dout H W2 " PLAN "> ~dH ~sA ~dS +dW2");
-        if (add) GLUE(&o, dout_into_dX, "");
-        STEP(&o, expert_up_backward,
-            add ? "dH X W1 " PLAN "> +dX +dW1" : "dH X W1 " PLAN "> dX +dW1");
-        snprintf(variant, sizeof variant, "%d-%s%s%s%s", n, form & ITEMS ? "items" : "slots",
-            form & WHICH ? "-which" : "", form & NOTHING ? "-nothing" : "", add ? "-add" : "");
+        expert_gradients(&o);
+        snprintf(variant, sizeof variant, "%d-%s%s%s%s%s", n, form & ITEMS ? "items" : "slots",
+            form & WHICH ? "-which" : "", form & NOTHING ? "-nothing" : "", add ? "-add" : "",
+            anew ? "-fresh" : "");
         diff_op(&o, variant);
     }
 }
@@ -871,7 +870,8 @@ static void diff_experts(const Shape *s) {
         {"accumulate", IN_PLACE | ADD, 0}, {"kept-A-accumulate", KEEP_A | ADD, 1},
         {"dense", IN_PLACE | IDENTITY, 0}, {"dense-kept-A", IDENTITY | KEEP_A, 1},
         {"dense-accumulate", IDENTITY | ADD, 1}, {"capacity", IN_PLACE | CAPPED, 1},
-        {"rounded", IN_PLACE | TILED | KEEP_A, 0}};
+        {"rounded", IN_PLACE | TILED | KEEP_A, 0}, {"fresh", FRESH, 0},
+        {"fresh-capacity", FRESH | CAPPED, 1}, {"fresh-dense", FRESH | IDENTITY, 1}};
     const int N = s->B * s->T, large = (double)N * s->C * s->I > 1e6 || N > 1000;
     for (size_t i = 0; i < COUNT(forms); i++) {
         const int dense = forms[i].variant & IDENTITY;

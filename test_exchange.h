@@ -86,7 +86,7 @@ static int *shuffled(int n) {
 }
 static void *exchange_scratch(const Backend *b, int E, int R) {
     const Config c = config(2, 1, 4, 1, 1, 2, E, E, 1);
-    const ScratchShape shape = {1, 1, 1, E * R, 1, R};
+    const ScratchShape shape = {1, 1, 1, E * R, 1, R, 0};
     return fresh(b->scratch_bytes(&c, &shape), 1);
 }
 
@@ -398,7 +398,7 @@ static void test_router_halves(int kind) {
     const int mark = pooled;
     if (!begin("ranks/router-%s", kind_name[kind])) return;
     const Config c = config(2, 1, C, 1, 1, 2, E, K, 1);
-    const ScratchShape shape = {1, N, N, N * K, 1, 0};
+    const ScratchShape shape = {1, N, N, N * K, 1, 0, 0};
     void *scratch = fresh(b->scratch_bytes(&c, &shape), 1);
     const double *X = normals(N * C, 1, 0), *bias = normals(E, 0.1, 0);
     const Mat Wr = mat(b, normals(E * C, 0.7, 0), 1, E, C);

@@ -396,7 +396,7 @@ static Routed route(
     const double *X, const double *Wr, const double *bias, Router r, const int *given, int layer) {
     const Backend *b = backend_f64();
     const Config c = config(2, 1, r.C, 1, 1, 2, r.E, r.K, 1);
-    const ScratchShape shape = {1, r.N, r.N, r.N * r.K, 1, 0};
+    const ScratchShape shape = {1, r.N, r.N, r.N * r.K, 1, 0, 0};
     const size_t N = r.N, E = r.E, S = N * r.K;
     Routed o = {
         fresh(S, 8), {0, 0}, given ? copy_of(given, S * sizeof(int)) : fresh(S, sizeof(int)), {0}};
@@ -713,7 +713,7 @@ static void test_expert_order(void) {
     enum { N = 70, C = 24, I = 9, E = 5 };
     const Backend *b = backend_cpu();
     const Config c = config(2, 1, C, 1, 1, 2, E, E, I);
-    const ScratchShape s = {1, N, N, N * E, 1, 0};
+    const ScratchShape s = {1, N, N, N * E, 1, 0, 0};
     const int mark = pooled;
     if (!begin("same/expert-order")) return;
     const Plan p = plan_of(b, random_choice(N, E, E), on(b, normals(N * E, 1, 0), N * E), N, E, E);
@@ -944,7 +944,7 @@ static void test_ignored_target(void) {
     enum { N = 5, V = 19, C = 6 };
     const Backend *b = backend_cpu();
     const Config c = config(V, 1, C, 1, 1, 2, 1, 1, 1);
-    const ScratchShape s = {1, N, N, N, 1, 0};
+    const ScratchShape s = {1, N, N, N, 1, 0, 0};
     const int mark = pooled, targets[N] = {3, -1, 0, -1, 18};
     if (!begin("routing/ignored-target")) return;
     float *x = on(b, normals(N * C, 1, 0), N * C), *w = on(b, normals(V * C, 1, 0), V * C);

@@ -503,7 +503,7 @@ static int holds(const Backend *b, Kind k, const void *p, const double *x, size_
    must be as it was. */
 static void run_step(
     const Op *o, const Step *s, const Backend *b, double *const *v, int inspect, Ran *r) {
-    const ScratchShape shape = {o->B, o->T, o->cache_len, o->S_max, 1, o->rows};
+    const ScratchShape shape = {o->B, o->T, o->cache_len, o->S_max, 1, o->rows, o->E};
     void *a[MAX_ARRAYS + 1] = {0};
     int written[MAX_ARRAYS] = {0};
     Held held[MAX_ARRAYS + 1] = {{0}};
@@ -957,7 +957,8 @@ CALL(expert_up_forward) {
         matrix(o, b, A(W1), MATRIX, p.E, 2 * o->c.d_expert, o->c.d_model), &p, SCRATCH);
 }
 // CAPPED, TILED: the plan drops slots, or rounds
-enum { IN_PLACE = 1, ADD = 2, IDENTITY = 4, KEEP_A = 8, CAPPED = 16, TILED = 32 };
+// FRESH: the gradients of weights are written, not added to
+enum { IN_PLACE = 1, ADD = 2, IDENTITY = 4, KEEP_A = 8, CAPPED = 16, TILED = 32, FRESH = 64 };
 CALL(expert_down_forward) {
     const Plan p = plan_on(o, a);
     b->expert_down_forward(A(out), A(H), A(A),
@@ -967,17 +968,31 @@ CALL(expert_down_forward) {
 CALL(expert_down_backward) {
     const Plan p = plan_on(o, a);
     b->expert_down_backward(A(dH), A(sA), A(dS), A(dW2), A(dout), A(H),
-        matrix(o, b, A(W2), MATRIX, p.E, o->c.d_model, o->c.d_expert), &p, SCRATCH);
+        matrix(o, b, A(W2), MATRIX, p.E, o->c.d_model, o->c.d_expert), &p, !!(o->variant & FRESH),
+        SCRATCH);
 }
 CALL(expert_up_backward) {
     const Plan p = plan_on(o, a);
     b->expert_up_backward(A(dX), A(dW1), A(dH), A(X),
         matrix(o, b, A(W1), MATRIX, p.E, 2 * o->c.d_expert, o->c.d_model), &p, !!(o->variant & ADD),
-        SCRATCH);
+        !!(o->variant & FRESH), SCRATCH);
 }
 GLUE_FN(X_into_out) { v[named(o, "out")] = values_of(o, v, "X"); }
 GLUE_FN(dout_into_dX) { v[named(o, "dX")] = values_of(o, v, "dout"); }
 GLUE_FN(dweight) { reorder(o, v, "dS", "dweight", 0); }
+// The steps backward, of the op's variant.
+static void expert_gradients(Op *o) {
+    const int v = o->variant;
+    STEP(o, expert_down_backward,
+        v & FRESH          ? "dout H W2 " PLAN "> ~dH ~sA ~dS dW2"
+            : v & IN_PLACE ? "dout H W2 " PLAN "> ~dH=H ~sA ~dS +dW2"
+                           : "dout H W2 " PLAN "> ~dH ~sA ~dS +dW2");
+    if (v & ADD) GLUE(o, dout_into_dX, "");
+    STEP(o, expert_up_backward,
+        v & FRESH     ? "dH X W1 " PLAN "> dX dW1"
+            : v & ADD ? "dH X W1 " PLAN "> +dX +dW1"
+                      : "dH X W1 " PLAN "> dX +dW1");
+}
 static Op experts_op(const Backend *dev, const char *name, int N, int C, int I, int E, int K,
     int few, int variant, int gaps) {
     Op o = op_on(dev, name, 1, N, config(2, 1, C, 1, 1, 2, E, K, I));
@@ -997,8 +1012,8 @@ static Op experts_op(const Backend *dev, const char *name, int N, int C, int I, 
     const int *idx = random_choice(N, K, few);
     const size_t n1 = E * stride_of(&o, 2 * I, C), n2 = E * stride_of(&o, C, I);
     input(&o, "dX", ACT, (size_t)N * C, 1, 0, 0);
-    input(&o, "dW1", MATRIX, n1, 1 / sqrt(C), 0, 1);
-    input(&o, "dW2", MATRIX, n2, 1, 0, 1);
+    input(&o, "dW1", MATRIX, n1, 1 / sqrt(C), 0, !(variant & FRESH));
+    input(&o, "dW2", MATRIX, n2, 1, 0, !(variant & FRESH));
     clear_gaps(&o, o.array[named(&o, "W1")].x, E, 2 * I, C);
     clear_gaps(&o, o.array[named(&o, "W2")].x, E, C, I);
     if (!identity) input(&o, "dweight", STAT, (size_t)N * K, 0.2, 0.5, 0);
@@ -1027,11 +1042,7 @@ static Op experts_op(const Backend *dev, const char *name, int N, int C, int I, 
     if (add) GLUE(&o, X_into_out, "");
     STEP(&o, expert_down_forward, add ? "H A W2 " PLAN "> +out" : "H A W2 " PLAN "> out");
     o.forward = o.steps;
-    STEP(&o, expert_down_backward,
-        variant & IN_PLACE ? "dout H W2 " PLAN "> ~dH=H ~sA ~dS +dW2"
-                           : "dout H W2 " PLAN "> ~dH ~sA ~dS +dW2");
-    if (add) GLUE(&o, dout_into_dX, "");
-    STEP(&o, expert_up_backward, add ? "dH X W1 " PLAN "> +dX +dW1" : "dH X W1 " PLAN "> dX +dW1");
+    expert_gradients(&o);
     if (!identity && !selects) GLUE(&o, dweight, "");
     return o;
 }
@@ -1154,8 +1165,12 @@ static void test_operations(void) {
     experts_case("experts/all-to-one", 9, 6, 7, 3, 1, 1, IN_PLACE, 25);
     experts_case("experts/all-to-the-same-two", 9, 6, 7, 4, 2, 2, IN_PLACE, 25);
     experts_case("experts/K-is-E", 5, 6, 7, 3, 3, 3, IN_PLACE, 25);
+    experts_case("experts/fresh", 11, 7, 5, 4, 2, 4, FRESH, 25);
+    experts_case("experts/fresh-idle", 9, 6, 18, 5, 2, 3, FRESH, 25);
+    experts_case("experts/fresh-identity", 9, 6, 11, 1, 1, 1, FRESH | IDENTITY, 25);
     experts_case("experts/one-row", 1, 3, 1, 2, 1, 2, IN_PLACE, 25);
-    experts_case("experts/620-rows", 620, 25, 5, 2, 1, 2, IN_PLACE, 5);  // across blocks of slots
+    experts_case("experts/620-rows", 620, 25, 5, 2, 1, 2, IN_PLACE, 5); // across blocks of slots
+    experts_case("experts/650-slots-each", 650, 25, 5, 2, 2, 2, IN_PLACE, 5); // which pay a copy
     experts_case("experts/width-530", 70, 530, 3, 3, 2, 3, IN_PLACE, 5); // across strips of columns
     classifier_case("classifier/1x3", 1, 3, 4, 25);
     classifier_case("classifier/13x37", 13, 37, 9, 25);

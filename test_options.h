@@ -219,7 +219,7 @@ static void test_select(int kind) {
         const int tile = trial % 2 ? 1 + below(N) : 0, limit = below(N + 2), S = N * K;
         const int S_max = tile ? (S + E * (tile - 1) < N * E ? S + E * (tile - 1) : N * E) : S;
         const Config c = config(2, 1, 4, 1, 1, 2, E, K, 1);
-        const ScratchShape shape = {1, N, N, S_max, 1, 0};
+        const ScratchShape shape = {1, N, N, S_max, 1, 0, 0};
         const Router r = {kind, N, 4, E, K, 1, 0, 0, limit, tile, 0};
         double *logits = normals((size_t)N * E, 1, 0), *lse = fresh(N, 8), *weight = fresh(S, 8);
         double *own = fresh((size_t)N * E, 8), *rank = fresh((size_t)N * E, 8);
@@ -292,7 +292,7 @@ static void test_select_threads(void) {
     const int mark = pooled, threads[] = {1, 2, 3, 8};
     if (!begin("select/threads")) return;
     const Config c = config(2, 1, 4, 1, 1, 2, E, K, 1);
-    const ScratchShape shape = {1, N, N, S, 1, 0};
+    const ScratchShape shape = {1, N, N, S, 1, 0, 0};
     float *logits = on(b, normals(N * E, 1, 0), N * E);
     const float *lse = on(b, normals(N, 0.1, 2), N), *weight = on(b, normals(N * K, 1, 4), N * K);
     int *idx = random_choice(N, K, E), *count = fresh(E, 4);
