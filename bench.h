@@ -425,7 +425,7 @@ static json_t *bench_operations(Stepper *s, double peak) {
     return list;
 }
 static void print_operations(const json_t *list, const char *device) {
-    double all = 0;
+    double all = 0, busy = 0, gflop = 0, share = 0; // of the experts' products, or a dense MLP's
     size_t i;
     const json_t *x;
     char title[96];
@@ -435,13 +435,17 @@ static void print_operations(const json_t *list, const char *device) {
         "peak");
     json_array_foreach((json_t *)(uintptr_t)list, i, x) {
         const double ms = number(x, "ms"), gflops = number(x, "gflops");
-        printf("%-26s %5.0f %9.2f %5.1f%% ", json_string_value(json_object_get(x, "name")),
-            number(x, "calls"), ms, 100 * ms / all);
+        const char *name = json_string_value(json_object_get(x, "name"));
+        if (!strncmp(name, "expert_", 7))
+            busy += ms, gflop += ms * gflops, share += ms * number(x, "share");
+        printf("%-26s %5.0f %9.2f %5.1f%% ", name, number(x, "calls"), ms, 100 * ms / all);
         if (gflops > 0)
             printf("%9.1f %7.1f %5.1f%%\n", gflops, number(x, "gbs"), 100 * number(x, "share"));
         else
             printf("%9s %7.1f\n", "", number(x, "gbs"));
     }
+    printf("%-26s %5s %9.2f %5.1f%% %9.1f %7s %5.1f%%\n", "expert products", "", busy,
+        100 * busy / all, gflop / busy, "", 100 * share / busy);
 }
 
 /* Whole steps. The peak is measured again beside every step, so that a noisy machine moves both. */

@@ -23,6 +23,11 @@ plain() {
     for op in $steps; do
         grep -qE "^$op +[1-9][0-9]* +[0-9.]+ +[0-9.]+% " stdout || no "no line for $op"
     done
+    said '^expert products +[0-9.]+ +[0-9.]+% +[0-9.]+ +[0-9.]+%$' stdout
+    # which is between the slowest and the fastest of them
+    awk '/^expert_/ { x = $NF + 0; if (!n++ || x < low) low = x; if (x > high) high = x }
+        /^expert products/ { x = $NF + 0; seen = n == 4 && low < high && x >= low && x <= high } END { exit !seen }' stdout ||
+        no "not between: $(grep '^expert' stdout)"
     said '^peak +[1-9]' stdout
     said '^bandwidth +[0-9.]+ GB/s' stdout
     said '^step +forward [0-9.]+ ms, backward [0-9.]+ ms, update [0-9.]+ ms' stdout
