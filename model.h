@@ -818,9 +818,9 @@ MODEL_FN void mlp_backward(Model *m, int l, int N, int micro_batches) {
 
 /* After model_forward on the same tokens: adds the gradients of
      loss_scale * sum of cross entropy over valid targets + (aux_coef * aux + z_coef * z) / (MoE
-   layers * micro_batches) to the gradient arena, and the first term to state->loss. Several ranks:
-   those of this rank's rows; after the last micro-batch, sums over ranks are on their way as soon
-   as a layer is done. */
+   layers * micro_batches) to the gradient arena, where the first micro-batch of a step writes those
+   of MLPs, and the first term to state->loss. Several ranks: those of this rank's rows; after the last
+   micro-batch, sums over ranks are on their way as soon as a layer is done. */
 MODEL_FN void model_backward(Model *m, int B, int T, double loss_scale, int micro_batches) {
     const Backend *b = m->b;
     const int N = B * T, C = m->c.d_model, complete = m->shape.par && !m->more_follow;
@@ -922,7 +922,7 @@ MODEL_FN void model_set_tokens(Model *m, const int *tokens, const int *targets, 
 MODEL_FN void zero_gradients(Model *m) {
     const Backend *b = m->b;
     size_t from = 0, size = b->grad_size;
-    for (int i = 0; i <= m->table.count; i++) {
+    for (int i = 0; i <= m->table.count && m->base[A_GRADS]; i++) {
         const Tensor *t = i < m->table.count ? &m->table.tensor[i] : NULL;
         if (t && (!t->row->trained || t->row->kind < T_GATE_UP || t->row->kind > T_SHARED_DOWN))
             continue;

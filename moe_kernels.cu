@@ -269,7 +269,7 @@ template <class T, bool VEC> __device__ inline void fetch_vec(T *shared, const T
    [begin[e], end[e]), or, with begin NULL, [0, rows). Three forms:
      NT  out[s] = A[s] B[e]^T     A (slots, k), B (n, k)
      NN  out[s] = A[s] B[e]       A (slots, k), B (k, n)
-     TN  out[e] += A^T B          A (slots, m), B (slots, n), the sum over the group's slots
+     TN  out[e] (+)= A^T B        A (slots, m), B (slots, n), the sum over the group's slots
    A row of A, of B in form TN, and of the output, is the slot's own or another one: Rows. */
 enum Form { NT, NN, TN };
 struct Rows { // row of slot s: map[s] - *base; map NULL: s

@@ -675,6 +675,19 @@ static void poison(Model *m) {
     release_to(mark);
 }
 
+// A step may be begun with a model that only infers, which has no gradients.
+static void test_begin_without_training(void) {
+    const Config c = model_config(0);
+    const ModelShape s = {.B = 1, .T = 3};
+    Model m;
+    if (!begin("model/begin-without-training")) return;
+    model_build(&m, &c, backend_cpu(), s, NULL);
+    model_begin_step(&m, 1, 0.25, &adamw);
+    check(model_state(&m).lr == 0.25, "a learning rate of %g", model_state(&m).lr);
+    model_free(&m);
+    finish();
+}
+
 // The same bits with --recompute 1 and 2, which save less, and with memory that was full of NaN.
 static void test_variants(int which) {
     enum { B = 3, T = 11, STEPS = 2, POISONED = 3 };
@@ -1370,6 +1383,7 @@ int main(int argc, char **argv) {
     for (int i = 0; i < MODELS; i++) test_rows(i);
     test_micro_batches(backend_cpu(), 1e-6);
     test_micro_batches(backend_f64(), 1e-14);
+    test_begin_without_training();
     for (int i = 0; i < MODELS; i++) test_variants(i);
     test_all_options();
     test_between_ranks();

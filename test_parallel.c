@@ -123,6 +123,11 @@ static void open_model(Model *m, const Case *x, const Parallel *par, const Backe
     model_build(m, &x->c, b, s, NULL);
     m->aux_coef = x->aux, m->z_coef = x->z, m->capacity = x->capacity, m->bias_rate = x->bias_rate;
     model_init(m, 3);
+    void *nan = malloc(m->used[A_GRADS]); // what a step does not clear or write is seen
+    must(nan != NULL, "memory");
+    memset(nan, 0xFF, m->used[A_GRADS]);
+    b->to_device(m->base[A_GRADS], nan, m->used[A_GRADS]);
+    free(nan);
     for (int l = 0; l < x->c.n_layers && x->few; l++) {
         double bias[8];
         for (int e = 0; e < 8; e++) bias[e] = e < x->few ? 9 : 0;
