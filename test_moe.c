@@ -788,6 +788,13 @@ static void test_choices(void) {
         const int *id = route(&one, some, NULL, small, NULL, 0).idx;
         check(id[0] == 1 && id[1] == 3 && id[2] == 4 && id[3] == 0, "%d %d %d %d, not 1 3 4 0",
             id[0], id[1], id[2], id[3]);
+        // fewer scores that can be compared than experts are wanted: the lowest ids of the others
+        for (int i = 0; i < 3; i += 2) {
+            const double few[6] = {0, 1, bad[i], bad[i], bad[i], bad[i]};
+            const int *at = route(&one, few, NULL, small, NULL, 0).idx;
+            check(kind != ROUTER_SOFTMAX || (at[0] == 1 && at[1] == 0 && at[2] == 2 && at[3] == 3),
+                "%s: %d %d %d %d, not 1 0 2 3", bad_name[i], at[0], at[1], at[2], at[3]);
+        }
         finish();
     }
     release_to(mark);
