@@ -514,7 +514,7 @@ static inline void sigmoid_row(real *s, const real *z, int E) {
    of the best so far would guess wrong at every insertion. Ids are valid and distinct whatever the
    values are. The scores are spent. */
 static void choose_topk(int *idx, real *score, int E, int K) {
-    vint lane;
+    vint lane = {0};
     for (int i = 0; i < VL; i++) lane[i] = i;
     for (int k = 0; k < K; k++) {
         vreal best = vset(-(real)INFINITY);
