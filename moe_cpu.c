@@ -1103,30 +1103,30 @@ static Panels expert_panels(void **scratch, Mat w, int trans, int strip, const P
 }
 
 /* out (R,C) = or += the weighted sum over a row's slots of x W, W an expert's (k,C), transposed where
-   `trans`; x (S,k), or NULL: SwiGLU of H (S,2k). weight NULL: 1. */
+   `trans`; x (S,k) is SwiGLU of H (S,2k), where that is not NULL. weight NULL: 1. */
 static void expert_combine(real *out, const real *x, const real *H, Mat W, int trans,
     const real *weight, const Plan *p, int accumulate, void *scratch) {
     const int k = trans ? W.cols : W.rows, C = trans ? W.rows : W.cols, rows = combine_rows(p, C);
     const int tiles = blocks_of(p->rows, rows) * blocks_of(C, STRIP);
     const size_t part =
-        (size_t)EXPERT_ROWS * ((x ? 0 : k) + STRIP) * sizeof(real) + gemm_serial_bytes();
+        (size_t)EXPERT_ROWS * ((H ? k : 0) + STRIP) * sizeof(real) + gemm_serial_bytes();
     const Panels panels = expert_panels(&scratch, W, trans, STRIP, p);
 #pragma omp parallel for schedule(dynamic) if (worth((size_t)p->rows * C * k))
     for (int task = 0; task < tiles; task++) {
         const CombineTile t = combine_tile(task, rows, p->rows, C);
         const int ld = t.c1 - t.c0;
         real *y = my_part(scratch, part), *a = y + (size_t)EXPERT_ROWS * STRIP;
-        void *pack = x ? a : a + (size_t)EXPERT_ROWS * k;
+        void *pack = H ? a + (size_t)EXPERT_ROWS * k : a;
         if (!accumulate) clear_tile(out, t, C);
         for (int e = 0; e < p->E; e++) {
             const int end = first_slot(p, e, t.r1);
             for (int s0 = first_slot(p, e, t.r0); s0 < end; s0 += EXPERT_ROWS) {
                 const int n = min_int(EXPERT_ROWS, end - s0);
-                for (int i = 0; i < n && !x; i++) {
+                for (int i = 0; i < n && H; i++) {
                     const real *h = H + (size_t)(s0 + i) * 2 * k;
                     swiglu(a + (size_t)i * k, h, h + k, k);
                 }
-                Gemm g = {{x ? x + (size_t)s0 * k : a, k, NULL, 0}, columns_of(&panels, e, t.c0), y,
+                Gemm g = {{H ? a : x + (size_t)s0 * k, k, NULL, 0}, columns_of(&panels, e, t.c0), y,
                     ld, n, ld, k, 0};
                 gemm_serial(&g, pack);
                 for (int i = 0; i < n; i++) {
@@ -1144,7 +1144,7 @@ static void expert_combine(real *out, const real *x, const real *H, Mat W, int t
 
 static void expert_down_forward(act_t *out, const act_t *H, const act_t *A, Mat W2, const Plan *p,
     int accumulate, void *scratch) {
-    expert_combine(out, A, H, W2, 1, p->weight, p, accumulate, scratch);
+    expert_combine(out, A, A ? NULL : H, W2, 1, p->weight, p, accumulate, scratch);
 }
 
 /* One row of the SwiGLU backward. da' is scaled by the combine weight w; returns dS = <da', a>.
