@@ -467,8 +467,8 @@ GEMM_INLINE void gemm_block(const real *const *a, size_t step, const real *b, si
     }
 }
 
-// The kernel: a block of rows that lie anywhere, of a packed strip (k, MR), or of a transposed A as it
-// is stored. Functions of their own, so that `step` is a constant where it can be: then a step of
+// The kernel: a block of rows that lie anywhere, by a packed panel or by B as it is stored; of a packed
+// strip (k, MR), or of a transposed A as it is stored. Functions of their own, so that `step` is a constant where it can be: then a step of
 // k takes 21 instructions, 12 of them products (AVX2). A core of one's own issues twice as many as it
 // multiplies and would not notice more; one that two hardware threads share does.
 static __attribute__((noinline)) void gemm_rows(
